@@ -1,0 +1,289 @@
+"""Processes that the engine starts: children forked from a server that has TRL loaded, or fresh ones.
+
+Everything that imports torch runs in such a child. Each is led by a guard (`autotune.child`) in a session of its
+own, so that ending one ends all it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import psutil
+
+from autotune import errors
+from autotune.child import Ending, Task, write_whole
+
+WAIT_SECONDS = 0.02
+
+# What every child gets, whatever the job says.
+CHILD_ENVIRONMENT: dict[str, str] = {
+    "PYTHONSAFEPATH": "1",  # no module of the user's folder may stand in for one of ours
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not initialise CUDA before a fork
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "true",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+class ChildError(errors.AutotuneError):
+    """A child ended without an answer."""
+
+
+class Child:
+    """One guard and what runs below it. The folder holds `task.json`, `output.log`, `reply.json`, `ending.json`."""
+
+    def __init__(self, handle: multiprocessing.process.BaseProcess | subprocess.Popen[bytes], folder: Path) -> None:
+        self._handle = handle
+        self.folder = folder
+        self.started = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        pid = self._handle.pid
+        assert pid is not None
+        return pid
+
+    def alive(self) -> bool:
+        if isinstance(self._handle, subprocess.Popen):
+            return self._handle.poll() is None
+        return self._handle.is_alive()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end; True when it has ended."""
+        deadline = time.monotonic() + seconds
+        while self.alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(WAIT_SECONDS)
+        return True
+
+    def kill(self) -> None:
+        """End the guard, the worker and all they started. Returns when they are gone."""
+        if self.alive():
+            descendants = _descendants(self.pid)
+            for pid in (*descendants, self.pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.wait(10.0)
+            _wait_gone(descendants)
+        if isinstance(self._handle, multiprocessing.process.BaseProcess):
+            self._handle.join(1.0)
+
+    def ending(self) -> Ending:
+        """How the worker ended. A guard that was itself killed leaves an ending that says so."""
+        try:
+            return msgspec.json.decode((self.folder / "ending.json").read_bytes(), type=Ending)
+        except (OSError, msgspec.DecodeError):
+            return Ending(exit_code=None, signal=signal.SIGKILL)
+
+    def reply(self) -> Any:
+        """What the function returned. Raises the child's own `AutotuneError`, or ChildError if there is no answer."""
+        try:
+            reply = json.loads((self.folder / "reply.json").read_bytes())
+        except FileNotFoundError:
+            raise ChildError(
+                f"a helper process ended without an answer: {last_error(self.folder / 'output.log')}",
+                hint="the whole output is in the log; run again with `--cold` to start every process afresh",
+            ) from None
+        if "error" in reply:
+            failure = reply["error"]
+            kind = getattr(errors, failure["kind"], errors.AutotuneError)
+            raise kind(failure["what"], hint=failure["hint"])
+        return reply["value"]
+
+
+class Children:
+    """Starts children in one environment.
+
+    `environment` is what libraries read when they are imported, so it is fixed for the life of the server; what
+    differs from child to child is given with each. With `cold` every child is a fresh process (about 5 s each).
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, log: Path, cold: bool = False) -> None:
+        self.environment = {**environment, **CHILD_ENVIRONMENT}
+        self.cold = cold
+        self._log = log
+        self._running = False
+        self._engine_started = psutil.Process().create_time()
+
+    def __enter__(self) -> Children:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the server. Returns at once: it imports TRL while the engine goes on."""
+        if self.cold or self._running:
+            return
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["autotune.preload"])
+        with _as_environment(self.environment), _output_to(self._log):
+            forkserver.ensure_running()
+        self._running = True
+
+    def spawn(
+        self,
+        target: str,
+        request: dict[str, Any],
+        folder: Path,
+        *,
+        environment: Mapping[str, str | None] | None = None,
+        working_folder: Path | None = None,
+        memory_limit_bytes: int | None = None,
+    ) -> Child:
+        """Start `target` (`module:function`) in a child whose files are in `folder`, which exists."""
+        task = Task(
+            target=target,
+            request=request,
+            engine_pid=os.getpid(),
+            engine_started=self._engine_started,
+            environment=dict(environment or {}),
+            working_folder=str(working_folder) if working_folder else None,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        write_whole(folder / "task.json", msgspec.json.encode(task))
+        if self.cold:
+            return Child(self._spawn_fresh(folder), folder)
+        self.start()
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=_guard, args=(str(folder),), daemon=False)
+        process.start()
+        return Child(process, folder)
+
+    def _spawn_fresh(self, folder: Path) -> subprocess.Popen[bytes]:
+        with (folder / "output.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "autotune.child", str(folder)],
+                env={**self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def call(
+        self,
+        target: str,
+        request: dict[str, Any],
+        *,
+        deadline_seconds: float,
+        working_folder: Path | None = None,
+        while_waiting: Callable[[Path], None] | None = None,
+    ) -> Any:
+        """Run `target` in a child and return its JSON answer.
+
+        `while_waiting` is called with the child's folder about every 20 ms, to report progress. Raises ChildError
+        when the child dies or is not done in time.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="trl-autotune-"))  # 0o700
+        child: Child | None = None
+        try:
+            child = self.spawn(target, request, folder, working_folder=working_folder)
+            deadline = time.monotonic() + deadline_seconds
+            while child.alive():
+                if time.monotonic() > deadline:
+                    raise ChildError(
+                        f"`{target.split(':')[0].rsplit('.', 1)[-1]}` was not done in {deadline_seconds:.0f} s",
+                        hint="a slow disk or network share can cause this; try again",
+                    )
+                if while_waiting is not None:
+                    while_waiting(folder)
+                time.sleep(WAIT_SECONDS)
+            return child.reply()
+        finally:
+            if child is not None:
+                child.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Stop the server. `multiprocessing` has no public call for it, and left running it holds half a gigabyte."""
+        if self._running:
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]
+            self._running = False
+
+
+def last_error(log: Path, *, limit: int = 300) -> str:
+    """The last line of a log that names an error, or its last line; 'no output' for an empty one."""
+    try:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return "no output"
+    if not lines:
+        return "no output"
+    named = [line for line in lines if _names_an_error(line)]
+    return (named or lines)[-1][:limit]
+
+
+def _names_an_error(line: str) -> bool:
+    head = line.split(":", 1)[0]
+    return ":" in line and head.replace(".", "").isidentifier() and head.endswith(("Error", "Exception", "Interrupt"))
+
+
+def _guard(folder: str) -> None:
+    from autotune import child
+
+    child.run(folder)
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline and any(psutil.pid_exists(pid) for pid in pids):
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def _as_environment(environment: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _output_to(log: Path) -> Iterator[None]:
+    """Point file descriptors 1 and 2 at `log` while a process that inherits them is started."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    kept = os.dup(1), os.dup(2)
+    try:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        yield
+    finally:
+        os.dup2(kept[0], 1)
+        os.dup2(kept[1], 2)
+        for one in (descriptor, *kept):
+            os.close(one)
