@@ -1,37 +1,41 @@
-"""What machine this is: GPUs, precision, CPU, memory, versions."""
+"""What machine this is: GPUs, precision, CPU, memory, versions. Runs in the engine and imports no torch."""
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from autotune.errors import AutotuneError
+from autotune.probe.facts import Fact, Problem
+from autotune.probe.gpus import Bytes, Gpu, NvmlReport, probe_gpus
+from autotune.probe.host import Cpu, probe_cpu, probe_memory
+from autotune.probe.versions import TorchBuild, kernels_problem, probe_torch_build, probe_versions
+
+__all__ = [
+    "AttentionBackend",
+    "Backend",
+    "Cpu",
+    "Fact",
+    "Gpu",
+    "Machine",
+    "Problem",
+    "describe",
+    "machine_from_json",
+    "probe_machine",
+    "to_json",
+]
+
 Backend = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
 
-
-class Gpu(msgspec.Struct, frozen=True):
-    index: int
-    uuid: str
-    name: str
-    compute_capability: tuple[int, int] | None
-    memory_bytes: int
-    free_bytes: int
-    mig: str | None
-    linked_to: tuple[int, ...]
-    busy_processes: int | None
-
-
-class Cpu(msgspec.Struct, frozen=True):
-    name: str
-    cores: int  # physical cores this process may use
-    bf16: bool
-
-
-class Fact(msgspec.Struct, frozen=True):
-    """A probed value with its reason."""
-
-    value: str
-    reason: str
+AMPERE = (8, 0)  # the first compute capability with bf16 arithmetic; older ones emulate it
+PRECISIONS = ("bf16", "fp16", "float32")
+GIB = 2**30
 
 
 class AttentionBackend(msgspec.Struct, frozen=True):
@@ -43,11 +47,6 @@ class AttentionBackend(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Problem(msgspec.Struct, frozen=True):
-    what: str
-    hint: str
-
-
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """`machine.json` and `doctor --json`; bytes."""
 
@@ -57,9 +56,148 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     driver: str | None
     cuda_driver: tuple[int, int] | None
     cpu: Cpu
-    ram_bytes: int
-    free_ram_bytes: int
+    ram_bytes: Bytes
+    free_ram_bytes: Bytes = 0  # 0 in a file that does not tell it
     versions: dict[str, str | None]
     precision: Fact
     attention: tuple[AttentionBackend, ...] = ()
     problems: tuple[Problem, ...] = ()
+
+
+def probe_machine(environment: Mapping[str, str] = os.environ) -> Machine:
+    """Look at the machine that this process runs on, as jobs with this `environment` would see it. Takes 0.1 s."""
+    memory = probe_memory()
+    nvml = probe_gpus(environment, ram_bytes=memory.total_bytes, free_ram_bytes=memory.free_bytes)
+    cpu = probe_cpu()
+    versions = probe_versions()
+    build = probe_torch_build()
+    backend = _backend(nvml, build)
+    problems = [*nvml.problems]
+    if nvml.gpus and backend == "cpu":
+        problems.append(_gpus_without_cuda(nvml, versions["torch"]))
+    unfit = kernels_problem(versions)
+    if unfit is not None:
+        problems.append(unfit)
+    return Machine(
+        backend=backend,
+        gpus=nvml.gpus,
+        driver=nvml.driver,
+        cuda_driver=nvml.cuda_driver,
+        cpu=cpu,
+        ram_bytes=memory.total_bytes,
+        free_ram_bytes=memory.free_bytes,
+        versions=versions,
+        precision=choose_precision(backend, nvml.gpus, cpu),
+        problems=tuple(problems),
+    )
+
+
+def _backend(nvml: NvmlReport, build: TorchBuild) -> Backend:
+    if build.cuda is not None:
+        return "cuda" if nvml.gpus else "cpu"
+    if build.hip is not None and Path("/dev/kfd").exists():  # AMD's compute device
+        return "rocm"
+    if build.xpu is not None and Path("/dev/dri").exists():
+        return "xpu"
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return "mps"
+    return "cpu"
+
+
+def _gpus_without_cuda(nvml: NvmlReport, torch: str | None) -> Problem:
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in nvml.gpus))
+    if torch is None:
+        return Problem(what=f"this machine has {names}, and torch is not installed", hint="`pip install torch`")
+    driver = (
+        f"; the driver here runs CUDA up to {nvml.cuda_driver[0]}.{nvml.cuda_driver[1]}" if nvml.cuda_driver else ""
+    )
+    return Problem(
+        what=f"this machine has {names}, and torch {torch} is not built for CUDA, so jobs run on the CPU",
+        hint=f"install a CUDA build of torch, see https://pytorch.org/get-started/locally{driver}",
+    )
+
+
+def choose_precision(backend: Backend, gpus: tuple[Gpu, ...], cpu: Cpu) -> Fact:
+    """The precision to train in when the user did not say: the best that the weakest device can do in hardware.
+
+    torch itself accepts bf16 on GPUs older than Ampere and emulates it, slowly
+    (torch 2.13, `torch.cuda.is_bf16_supported`).
+    """
+    match backend:
+        case "cuda":
+            return _gpu_precision(gpus)
+        case "rocm" | "xpu":
+            return Fact("bf16", f"TRL's default; precision is not probed on {backend}")
+        case "mps":
+            return Fact("float32", "precision is not probed on mps")
+        case "cpu":
+            if cpu.bf16:
+                return Fact("bf16", f"this CPU has bf16 arithmetic ({cpu.bf16_flag or 'bf16'})")
+            return Fact("float32", "this CPU has no bf16 arithmetic")
+
+
+def _gpu_precision(gpus: tuple[Gpu, ...]) -> Fact:
+    told = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
+    if len(told) < len(gpus) or not told:
+        return Fact("float32", "the driver does not tell the compute capability of every GPU")
+    weakest = min(told)
+    number = f"{weakest[0]}.{weakest[1]}"
+    of_several = ", the lowest of the GPUs here," if len(set(told)) > 1 else ""
+    if weakest >= AMPERE:
+        return Fact("bf16", f"compute capability {number}{of_several} is Ampere or newer")
+    return Fact("fp16", f"compute capability {number}{of_several} is older than Ampere, which is the first with bf16")
+
+
+def to_json(machine: Machine) -> bytes:
+    return msgspec.json.encode(machine)
+
+
+def machine_from_json(content: bytes) -> Machine:
+    """Read what `to_json` wrote, or a file made by hand for a what-if.
+
+    A file that does not tell the free memory is taken to have all of it free. Raises AutotuneError that names the
+    field that is wrong and what was expected there.
+    """
+    try:
+        machine = msgspec.json.decode(content, type=Machine)
+    except msgspec.ValidationError as error:
+        expected, _, place = str(error).partition(" - at `$.")
+        field = f"`{place.rstrip('`')}`" if place else "the whole"
+        raise _wrong_field(field, expected[:1].lower() + expected[1:]) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise AutotuneError(
+            f"the machine file is not JSON: {error}", hint="make one with `trl-autotune doctor --json`"
+        ) from None
+    if machine.precision.value not in PRECISIONS:
+        expected = f"expected one of {', '.join(f'`{one}`' for one in PRECISIONS)}, got `{machine.precision.value}`"
+        raise _wrong_field("`precision.value`", expected)
+    if machine.backend == "cuda" and not machine.gpus:
+        raise _wrong_field("`gpus`", "expected at least one GPU with the backend `cuda`, got none")
+    if machine.free_ram_bytes == 0:
+        machine = msgspec.structs.replace(machine, free_ram_bytes=machine.ram_bytes)
+    return machine
+
+
+def _wrong_field(field: str, expected: str) -> AutotuneError:
+    return AutotuneError(
+        f"the machine file is wrong in {field}: {expected}",
+        hint="`trl-autotune doctor --json` prints this machine in that form, to start from",
+    )
+
+
+def describe(machine: Machine) -> str:
+    """One line for people: `2x NVIDIA A100-SXM4-80GB, 79.1 GiB free` or `2-core AMD EPYC, 21.4 GiB free`.
+
+    With several GPUs the free memory is that of the fullest, which is what bounds a trial.
+    """
+    if machine.backend != "cuda":
+        free = f"{machine.free_ram_bytes / GIB:.1f} GiB free"
+        accelerator = "" if machine.backend == "cpu" else f"{machine.backend} on "
+        return f"{accelerator}{machine.cpu.cores}-core {machine.cpu.name}, {free}"
+    counts: dict[str, int] = {}
+    for gpu in machine.gpus:
+        counts[gpu.name] = counts.get(gpu.name, 0) + 1
+    names = " + ".join(f"{count}x {name}" for name, count in counts.items())
+    least = min(gpu.free_bytes for gpu in machine.gpus)
+    each = " each" if len(machine.gpus) > 1 else ""
+    return f"{names}, {least / GIB:.1f} GiB free{each}"
