@@ -20,3 +20,9 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     format: str  # text | prompt-completion | messages | ...
     columns: tuple[str, ...]
     seconds: float
+    row_numbers: tuple[int, ...] = ()  # in the data, from 0, of the rows measured; empty when all were
+    rows_known: bool = True  # False: a stream, of which the first rows were read; `rows` counts those
+
+    @property
+    def rows_measured(self) -> int:
+        return len(self.tokens)
