@@ -1,0 +1,334 @@
+"""Which attention backends work here: each is tried, forward and backward, on packed documents.
+
+A name in a list proves nothing. Builds of a kernel have failed in backward for models whose heads share keys and
+values, at the first step of a training, so a backend is tried with the model's own number and size of heads.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from autotune.errors import AutotuneError
+from autotune.probe.machine import AttentionBackend, Backend, Machine
+from autotune.probe.model import first_line, head_dim, model_class, read_config
+
+if TYPE_CHECKING:
+    from autotune.children import Children
+
+DENSE = "dense mask"
+VARIABLE = "variable length"
+UNKNOWN = "unknown"
+WORKED = "ran forward and backward here on packed documents"
+
+NATIVE = ("sdpa", "eager", "flex_attention")
+
+# The distribution that each name stands for, and what runs in its place where that is not installed
+# (transformers 5.22.2, modeling_flash_attention_utils.py, FLASH_ATTN_KERNEL_FALLBACK).
+PACKAGES = {
+    "flash_attention_2": ("flash-attn", "kernels-community/flash-attn2"),
+    "flash_attention_3": ("flash-attn-3", "kernels-community/vllm-flash-attn3"),
+    "flash_attention_4": ("flash-attn-4", "kernels-community/flash-attn4"),
+}
+
+# Hub kernels with builds for CUDA (the same file, FLASH_ATTN_KERNEL_DEVICES), in the order in which they are tried.
+HUB_KERNELS = ("kernels-community/flash-attn2", "kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3")
+
+NATIVE_SECONDS = 60.0
+KERNEL_SECONDS = 180.0  # a kernel may have to be downloaded, about 300 MB
+
+DOCUMENT_TOKENS = (11, 13)  # two documents of different lengths, neither a multiple of a kernel's block
+
+
+def probe_attention(
+    machine: Machine, *, job_attention: str | None, model: dict[str, Any] | None, children: Children
+) -> tuple[AttentionBackend, ...]:
+    """Try each attention backend, `job_attention` among them, on the device that jobs would train on.
+
+    `model` may tell `num_attention_heads`, `num_key_value_heads` and `head_dim`, or the `model` to read them from,
+    with its `revision` and `trust_remote_code`. On a CPU all are tried in one child (under 1 s when warm); on a GPU
+    each kernel in a child of its own, so that one that crashes or hangs rejects itself only. Raises AutotuneError
+    when the model cannot be read.
+    """
+    names = list(dict.fromkeys([*NATIVE, *PACKAGES, *HUB_KERNELS, *([job_attention] if job_attention else [])]))
+    on_gpu = machine.backend != "cpu"
+    groups = [["sdpa", "eager"], *([name] for name in names[2:])] if on_gpu else [names]
+    found: list[AttentionBackend] = []
+    for group in groups:
+        request = {
+            "names": group,
+            "job_attention": job_attention,
+            "backend": machine.backend,
+            "precision": machine.precision.value,
+            "model": model or {},
+        }
+        seconds = NATIVE_SECONDS if group[0] in NATIVE else KERNEL_SECONDS
+        found += _call(children, group, request, seconds, one_may_fail=on_gpu and group[0] not in NATIVE)
+    return tuple(found)
+
+
+def _call(
+    children: Children, group: list[str], request: dict[str, Any], seconds: float, *, one_may_fail: bool
+) -> list[AttentionBackend]:
+    try:
+        answer = children.call("autotune.probe.attention:probe", request, deadline_seconds=seconds)
+    except AutotuneError as error:
+        if not one_may_fail:
+            raise
+        return [_rejected(name, error.what) for name in group]
+    return msgspec.convert(answer, list[AttentionBackend])
+
+
+def probe(request: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The child's side of `probe_attention`."""
+    import torch
+
+    torch.set_num_threads(1)  # the model is tiny: starting threads would take longer than it runs
+    trial = _Trial.of(request)
+    judged = [_judge(name, trial, as_asked=name == request["job_attention"]) for name in request["names"]]
+    return [msgspec.structs.asdict(backend) for backend in judged]
+
+
+class _Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and with what heads backends are tried. `architecture` is the model's class, None when not told."""
+
+    backend: Backend
+    precision: str
+    attention_heads: int
+    key_value_heads: int
+    head_dim: int
+    architecture: Any = None
+
+    @classmethod
+    def of(cls, request: dict[str, Any]) -> _Trial:
+        told: dict[str, Any] = dict(request["model"])
+        architecture = None
+        if told.get("model"):
+            trust = bool(told.get("trust_remote_code"))
+            config = read_config(told["model"], revision=told.get("revision"), trust_remote_code=trust)
+            architecture = model_class(config, told["model"], trust_remote_code=trust)
+            text = config.get_text_config()
+            read = {
+                "num_attention_heads": getattr(text, "num_attention_heads", None),
+                "num_key_value_heads": getattr(text, "num_key_value_heads", None),
+                "head_dim": head_dim(text),
+            }
+            told = {**read, **{name: value for name, value in told.items() if value is not None}}
+        heads = _whole(told.get("num_attention_heads")) or 2
+        shared = _whole(told.get("num_key_value_heads")) or heads
+        return cls(
+            backend=request["backend"],
+            precision=request["precision"],
+            attention_heads=heads,
+            key_value_heads=shared if heads % shared == 0 else heads,
+            head_dim=_whole(told.get("head_dim")) or 64,
+            architecture=architecture,
+        )
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "rocm" else self.backend  # torch's name for AMD's GPUs is CUDA's
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None  # some configs hold a list, one per layer
+
+
+def _judge(name: str, trial: _Trial, *, as_asked: bool) -> AttentionBackend:
+    """`as_asked`: the job names this backend, so a stand-in that transformers puts in its place counts as it."""
+    refusals: list[Callable[[], str | None]] = [lambda: _model_refuses(name, trial.architecture)]
+    if name == "flex_attention":
+        refusals.append(lambda: _flex_refuses(trial.device))
+    elif name in PACKAGES:
+        refusals.append(lambda: _package_refuses(name, trial.backend, as_asked=as_asked))
+    elif "/" in name:
+        refusals.append(lambda: _hub_refuses(name, trial.backend))
+    for refusal in refusals:
+        reason = refusal()
+        if reason is not None:
+            return _rejected(name, reason)
+    return _try(name, trial)
+
+
+def _rejected(name: str, reason: str) -> AttentionBackend:
+    return AttentionBackend(name=name, usable=False, packing=_packing(name), reason=reason)
+
+
+def _packing(name: str) -> str:
+    if name in NATIVE:
+        return DENSE
+    return VARIABLE if name in PACKAGES or _repository(name) in HUB_KERNELS else UNKNOWN
+
+
+def _repository(name: str) -> str:
+    """`org/repo` of a hub kernel's name, `org/repo[@revision][:function]`."""
+    return name.partition(":")[0].partition("@")[0]
+
+
+def _model_refuses(name: str, architecture: Any) -> str | None:
+    """What the model's class says of itself (transformers 5.22.2, `PreTrainedModel._supports_…`)."""
+    if architecture is None:
+        return None
+    flash = "flash" in name  # transformers' own test (utils/generic.py, is_flash_attention_requested)
+    only = getattr(architecture, "_compatible_flash_implementations", None)
+    if flash and only and name not in only:
+        return f"{architecture.__name__} would run `{only[0]}` instead"
+    mark = "_supports_flash_attn" if flash else f"_supports_{name.replace('flex_attention', 'flex_attn')}"
+    if name != "eager" and (flash or name in NATIVE) and not getattr(architecture, mark, False):
+        return f"{architecture.__name__} does not support it"
+    return None
+
+
+def _flex_refuses(device: str) -> str | None:
+    """Ask torch itself, without the compilation that transformers wraps around it (39 s of it on two CPU cores)."""
+    if device not in ("cpu", "mps"):
+        return None
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    heads = torch.zeros(1, 1, 16, 16, device=device, requires_grad=True)
+    try:
+        flex_attention(heads, heads, heads)
+    except NotImplementedError:
+        return f"flex_attention has no backward on {'a CPU' if device == 'cpu' else device}"
+    return None
+
+
+def _package_refuses(name: str, backend: Backend, *, as_asked: bool) -> str | None:
+    distribution, stand_in = PACKAGES[name]
+    if backend not in ("cuda", "rocm"):
+        return "needs a CUDA GPU"
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        if as_asked:
+            return _hub_refuses(stand_in, backend)
+        return f"the package `{distribution}` is not installed; `{stand_in}` is the same from the hub"
+    return None
+
+
+def _hub_refuses(name: str, backend: Backend) -> str | None:
+    from transformers.utils import is_kernels_available
+
+    if not is_kernels_available():  # out of transformers' range counts as missing
+        try:
+            installed = importlib.metadata.version("kernels")
+        except importlib.metadata.PackageNotFoundError:
+            return "`kernels` is not installed"
+        return f"the installed transformers does not take kernels {installed}"
+    repository = _repository(name)
+    if repository in _local_kernels():
+        return None
+    if backend != "cuda" and repository in (*HUB_KERNELS, *(stand_in for _, stand_in in PACKAGES.values())):
+        return "needs a CUDA GPU"
+    return _no_build(name)
+
+
+def _local_kernels() -> Iterable[str]:
+    """Repositories that `LOCAL_KERNELS` maps to folders: `org/repo=/folder:org/other=/folder`."""
+    return [entry.partition("=")[0] for entry in os.environ.get("LOCAL_KERNELS", "").split(":")]
+
+
+def _no_build(name: str) -> str | None:
+    """Why the hub has no build of a kernel for this torch and this GPU; only its metadata is fetched."""
+    import torch
+    from kernels import has_kernel
+    from transformers.integrations.hub_kernels import get_attn_kernel_version
+
+    repository = _repository(name)
+    _, _, revision = name.partition(":")[0].partition("@")
+    which = {"revision": revision} if revision else {"version": get_attn_kernel_version(repository)}
+    try:
+        built = has_kernel(repository, **which)
+    except Exception as error:  # the network, the cache, an untrusted publisher: kernels 0.17 has no error of its own
+        return f"could not be looked up: {first_line(error)}"
+    return None if built else f"no build for torch {torch.__version__} and this device"
+
+
+def _try(name: str, trial: _Trial) -> AttentionBackend:
+    """Run a one-layer Qwen3 with the model's heads, on the inputs that TRL's collator makes of packed documents."""
+    import torch
+
+    step = "loading"
+    try:
+        model = _tiny_model(name, trial)
+        step = "forward"
+        tokens = _packed_inputs(trial.device)
+        logits = model(**tokens, use_cache=False).logits
+        step = "backward"
+        logits.float().square().mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+            return _rejected(name, "its backward gave values that are not finite")
+        step = "forward"
+        apart = _keeps_documents_apart(model, tokens, logits.detach())
+    except Exception as error:  # whatever a kernel raises, it is the reason
+        return _rejected(name, f"fails in {step}: {first_line(error)}")
+    actual = model.config._attn_implementation
+    packing = _packing(name)
+    if packing == UNKNOWN and apart and "flash" in actual:
+        packing = VARIABLE
+    reason = WORKED
+    if actual != name:
+        reason += f", as `{actual}`"
+    if not apart:
+        packing = UNKNOWN
+        reason += ", which it does not keep apart"
+    return AttentionBackend(name=name, usable=True, packing=packing, reason=reason)
+
+
+def _tiny_model(name: str, trial: _Trial) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=trial.attention_heads,
+        num_key_value_heads=trial.key_value_heads,
+        head_dim=trial.head_dim,
+        max_position_embeddings=64,
+    )
+    # flash kernels take half precision only; on a CPU jobs keep float32 weights
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    return model.to(device=trial.device, dtype=torch.float32 if trial.backend == "cpu" else dtype).train()
+
+
+def _packed_inputs(device: str) -> dict[str, Any]:
+    """Two documents in one row as TRL's collator gives them: positions and boundaries, no attention mask
+    (TRL 1.16, `sft_trainer.py`, DataCollatorForLanguageModeling)."""
+    import torch
+
+    total = sum(DOCUMENT_TOKENS)
+    positions = torch.cat([torch.arange(length) for length in DOCUMENT_TOKENS])[None]
+    boundaries = torch.tensor([0, DOCUMENT_TOKENS[0], total], dtype=torch.int32, device=device)
+    return {
+        "input_ids": torch.arange(total, device=device)[None],
+        "position_ids": positions.to(device),
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": max(DOCUMENT_TOKENS),
+        "max_length_k": max(DOCUMENT_TOKENS),
+    }
+
+
+def _keeps_documents_apart(model: Any, tokens: dict[str, Any], logits: Any) -> bool:
+    """Whether the second document's logits stay as they are when the first document is another."""
+    import torch
+
+    first = DOCUMENT_TOKENS[0]
+    other = tokens["input_ids"].clone()
+    other[:, :first] = 63 - other[:, :first]
+    with torch.no_grad():
+        changed = model(**{**tokens, "input_ids": other}, use_cache=False).logits
+    # a causal mask without the documents' borders moves these logits by 0.38, one with them by 0 (sdpa, float32)
+    return bool(torch.allclose(changed[:, first:].float(), logits[:, first:].float(), atol=0.01, rtol=0.0))
