@@ -1,0 +1,58 @@
+"""Jobs that cannot be tuned: what is not built yet, and what TRL would fail on later, said at once."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import AutotuneError, NotYetError
+
+
+def refuse_not_yet(resolved: dict[str, Any], launch: argparse.Namespace) -> None:
+    several = launch.multi_gpu or launch.tpu or launch.use_megatron_lm
+    if launch.use_deepspeed or resolved.get("deepspeed"):
+        raise NotYetError(
+            "jobs with DeepSpeed are not tuned yet", hint="tune without it on one GPU, then add it to the tuned config"
+        )
+    if launch.use_fsdp or resolved.get("fsdp"):
+        raise NotYetError(
+            "jobs with FSDP are not tuned yet", hint="tune without it on one GPU, then add it to the tuned config"
+        )
+    # accelerate starts one process for `distributed_type: NO`, whatever number of processes its config file names
+    asked = "num_processes" in getattr(launch, "nondefault", ()) and (launch.num_processes or 0) > 1
+    if (several and (launch.num_processes or 0) != 1) or asked or (launch.num_machines or 1) > 1:
+        raise NotYetError(
+            "jobs of several processes are not tuned yet",
+            hint="give `--num_processes 1`, and choose the GPU with CUDA_VISIBLE_DEVICES",
+        )
+    for name in ("dataset_streaming", "streaming"):
+        if resolved.get(name):
+            raise NotYetError(
+                f"jobs with `{name}: true` are not tuned yet: the lengths of all rows must be known",
+                hint=f"write `{name}: false`",
+            )
+
+
+def check_model_and_data(resolved: dict[str, Any]) -> None:
+    """Say at once what TRL says after it has loaded everything else. The working folder is the job's."""
+    model = resolved.get("model_name_or_path")
+    if not model:
+        raise AutotuneError("no model is given", hint="add `model_name_or_path`, a folder or a name on the Hub")
+    if not resolved.get("dataset_name") and not resolved.get("datasets"):
+        raise AutotuneError("no data is given", hint="add `dataset_name`, or `datasets` with `path` and `data_files`")
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+            raise AutotuneError(
+                f"the folder `{model}` holds no model: there is no `config.json` in it",
+                hint="give the folder that `save_pretrained` wrote, such as its `checkpoint-500`",
+            )
+    elif model.startswith("~"):
+        raise AutotuneError(f"`{model}` is taken as it is: TRL does not expand `~`", hint="write the whole path")
+    elif model.startswith((".", "/")):
+        what = "is a file" if path.exists() else "does not exist"
+        raise AutotuneError(
+            f"the model folder `{model}` {what}",
+            hint=f"relative paths start from `{Path.cwd()}`; give a model's folder",
+        )

@@ -1,0 +1,322 @@
+"""Reads a job with TRL's own parser. Runs in a child: this is where TRL, transformers and accelerate are imported."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autotune.errors import AutotuneError
+from autotune.job_limits import check_model_and_data, refuse_not_yet
+from autotune.job_values import fits, is_jsonable, jsonable, shown, takes, type_hints, without_secrets
+
+SCRIPT = "script.py"  # stands for TRL's script where accelerate's parser wants one
+
+
+def parse(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Parse a job as `trl METHOD` does; what `autotune.job.read_job` asks for. The working folder is the job's."""
+    return _Parse(request, folder).answer()
+
+
+class _Parse:
+    def __init__(self, request: dict[str, Any], folder: Path) -> None:
+        from accelerate.commands.launch import launch_command_parser
+
+        self.request = request
+        self.folder = folder
+        self.arguments: list[str] = request["arguments"]
+        self.make_parser = importlib.import_module(f"trl.scripts.{request['method']}").make_parser
+        self.parser = self.make_parser(prog=f"trl {request['method']}")
+        self.actions: dict[str, argparse.Action] = {}
+        for action in self.parser._actions:
+            if action.dest != "help":
+                self.actions.setdefault(action.dest, action)
+        self.hints = type_hints(self.parser.dataclass_types)
+        self.launcher: dict[str, argparse.Action] = {
+            option.lstrip("-").replace("-", "_"): action
+            for action in launch_command_parser()._actions
+            for option in action.option_strings
+            if option.startswith("--") and action.dest != "help"
+        }
+        self.names = [*self.actions, *self.launcher, "accelerate_config", "config", "env"]
+
+    def answer(self) -> dict[str, Any]:
+        _set_environment(self.request["environment"])
+        file_options, launcher_names = self.check_file()
+        command_line, flags, remaining_names = self.read_command_line()
+        launcher_names |= remaining_names
+        additions, reasons = self.needed_here({**file_options, **command_line})
+        environment_before = {**os.environ, **self.file_environment()}
+        *configs, from_file, from_command_line = self.trl_parse(additions)
+        resolved = self.resolved(configs)
+        launch_arguments, launch_environment = self.launch(from_file + from_command_line, environment_before)
+        refuse_not_yet(resolved, launch_arguments)
+        check_model_and_data(resolved)
+        return {
+            "file_options": without_secrets(jsonable(file_options)),
+            "command_line": without_secrets(command_line),
+            "launcher_names": sorted(launcher_names),
+            "flags": flags,
+            "additions": additions,
+            "addition_reasons": reasons,
+            "resolved": resolved,
+            "launch_environment": launch_environment,
+        }
+
+    # --- what is in the file ---------------------------------------------------------------------------------------
+
+    def check_file(self) -> tuple[dict[str, Any], set[str]]:
+        """The file's options and which of them are the launcher's. Raises for what TRL would refuse or misread."""
+        import yaml
+
+        options: dict[str, Any] = yaml.safe_load(self.request["config_text"] or "{}")
+        options.pop("env", None)
+        read: dict[str, Any] = {}
+        launcher_names: set[str] = set()
+        for key, value in options.items():
+            place = f"`{self.request['config_name']}` line {self.request['config_lines'].get(key, '?')}: "
+            if key in self.actions:
+                self.check_value(key, value, place)
+                read[key] = value
+                continue
+            name = key.replace("-", "_")
+            if name != "accelerate_config":
+                if name not in self.launcher:
+                    raise self.unknown(key, place)
+                if self.launcher[name].nargs == 0:
+                    raise AutotuneError(
+                        f"{place}`{key}` is a switch of `accelerate launch`, which TRL cannot pass on from a file",
+                        hint=f"remove the line and give `--{name}` on the command line",
+                    )
+            read[name] = value
+            launcher_names.add(name)
+        return read, launcher_names
+
+    def check_value(self, name: str, value: Any, place: str) -> None:
+        """Check what argparse does not: of defaults it converts strings only, and never compares them to `choices`."""
+        action = self.actions[name]
+        hint = self.hints.get(name, Any)
+        if isinstance(value, str):
+            if action.type is not None and action.nargs != "+":
+                try:
+                    value = self.parser._get_value(action, value)
+                except argparse.ArgumentError as error:
+                    raise AutotuneError(f"{place}`{name}`: {error.message}", hint=takes(name, hint, action)) from None
+        elif value is None and not fits(None, hint):
+            raise AutotuneError(f"{place}`{name}` has no value", hint="give it one, or remove the line")
+        elif value is not None and action.choices is None and not fits(value, hint):
+            raise AutotuneError(f"{place}`{name}` cannot be {shown(value)}", hint=takes(name, hint, action))
+        if action.choices is None or value is None:
+            return
+        for one in value if isinstance(value, list) else [value]:
+            if one not in action.choices or isinstance(one, bool):
+                hint_text = takes(name, hint, action)
+                if isinstance(one, bool):
+                    hint_text += '; YAML reads a bare `no`, `off`, `yes` and `on` as true or false, so quote it: `"no"`'
+                raise AutotuneError(f"{place}`{name}` cannot be {shown(one)}", hint=hint_text)
+
+    # --- what is on the command line -------------------------------------------------------------------------------
+
+    def read_command_line(self) -> tuple[dict[str, Any], list[str], set[str]]:
+        """What the command line gives, as TRL's parser and accelerate's read it; switches; the launcher's names."""
+        parser = self.make_parser(prog=self.parser.prog)
+        for action in parser._actions:
+            action.default = argparse.SUPPRESS
+            action.required = False
+        with self.refusals(parser):
+            namespace, remaining = parser.parse_known_args(self.arguments)
+        given = {name: jsonable(value) for name, value in vars(namespace).items()}
+        for name in self.dictionaries():
+            if isinstance(given.get(name), str) and given[name].startswith("{"):
+                given[name] = self.as_dictionary(name, given[name])
+        launcher, flags = self.read_launcher_options(remaining)
+        return given | launcher, flags, set(launcher)
+
+    def dictionaries(self) -> set[str]:
+        return {name for kind in self.parser.dataclass_types for name in getattr(kind, "_VALID_DICT_FIELDS", ())}
+
+    def as_dictionary(self, name: str, text: str) -> Any:
+        from transformers.training_args import _convert_str_dict
+
+        try:
+            return _convert_str_dict(json.loads(text))
+        except ValueError as error:
+            raise AutotuneError(f"`{name}` is no JSON: {error}", hint=f"write `--{name} '{{\"key\": 1}}'`") from None
+
+    def read_launcher_options(self, remaining: list[str]) -> tuple[dict[str, Any], list[str]]:
+        from accelerate.commands.launch import launch_command_parser
+
+        for argument in remaining:
+            name = argument[2:].partition("=")[0]
+            if (
+                argument.startswith("--")
+                and name
+                and name.replace("-", "_") not in (*self.launcher, "accelerate_config")
+            ):
+                raise self.unknown(name, "")
+        read: dict[str, Any] = {}
+        if "--accelerate_config" in remaining:
+            position = remaining.index("--accelerate_config")
+            if position + 1 == len(remaining):
+                raise AutotuneError("`--accelerate_config` is given without a value", hint="give a name or a file")
+            read["accelerate_config"] = remaining[position + 1]
+            remaining = remaining[:position] + remaining[position + 2 :]
+        parser = launch_command_parser()
+        for action in parser._actions:
+            if action.option_strings:
+                action.default = argparse.SUPPRESS
+        with self.refusals(parser):
+            found = vars(parser.parse_args([*remaining, SCRIPT]))
+        _refuse_strays(found)
+        flags = []
+        for name, value in found.items():
+            if name in ("training_script", "training_script_args", "nondefault"):
+                continue
+            read[name] = jsonable(value)
+            if any(action.dest == name and action.nargs == 0 for action in parser._actions):
+                flags.append(f"--{name}")
+        return read, flags
+
+    # --- TRL's own parse -------------------------------------------------------------------------------------------
+
+    def needed_here(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """The smallest change with which the job starts on a machine without a GPU."""
+        if self.request["accelerator"]:
+            return {}, {}
+        cpu_bf16 = self.request["cpu_bf16"]
+        if not cpu_bf16 and given.get("bf16") in (True, "true", "True"):
+            raise AutotuneError(
+                "the job asks for `bf16: true` and this CPU has no bf16 arithmetic",
+                hint="write `bf16: false`, or tune on the machine that will train",
+            )
+        if "use_cpu" in given:
+            return {}, {}
+        additions: dict[str, Any] = {"use_cpu": True}
+        reasons = {"use_cpu": "no GPU here: TRL refuses to start without it"}
+        if not cpu_bf16 and "bf16" not in given and "fp16" not in given:
+            additions["bf16"] = False
+            reasons["bf16"] = "this CPU has no bf16 arithmetic; float32"
+        return additions, reasons
+
+    def trl_parse(self, additions: dict[str, Any]) -> list[Any]:
+        arguments = [*self.arguments]
+        for name, value in additions.items():
+            arguments += [f"--{name}", str(value)]
+        if self.request["config_name"] is not None:
+            # the very text that was checked, whatever happens to the file meanwhile
+            config = self.folder / "config.yaml"
+            config.write_text(self.request["config_text"], encoding="utf-8", newline="")
+            arguments = ["--config", str(config), *arguments]
+        with self.refusals(self.parser):
+            return list(
+                self.parser.parse_args_and_config(
+                    arguments, return_remaining_strings=True, separate_remaining_strings=True
+                )
+            )
+
+    def file_environment(self) -> dict[str, str]:
+        import yaml
+
+        values = yaml.safe_load(self.request["config_text"] or "{}").get("env", {})
+        return {str(name): str(value) for name, value in values.items()}
+
+    def resolved(self, configs: Iterable[Any]) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for config in configs:
+            for field in dataclasses.fields(config):
+                value = getattr(config, field.name, None)
+                if field.init and is_jsonable(value):
+                    truth = self.hints[field.name] in (bool, bool | None) and isinstance(value, int)  # YAML's 0 and 1
+                    fields[field.name] = bool(value) if truth else jsonable(value)
+        return dict(without_secrets(fields))
+
+    def launch(
+        self, remaining: list[str], environment_before: dict[str, str]
+    ) -> tuple[argparse.Namespace, dict[str, str]]:
+        """What `accelerate launch` would do: its own arguments, and the variables it sets for the process."""
+        from accelerate.commands import launch
+        from accelerate.commands.config import config_args
+        from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+        from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+        # trl imports accelerate before it reads `env:`, so an HF_HOME there does not move this file
+        for module in (launch, config_args):
+            module.default_config_file = self.request["default_config_file"]
+        parser = launch.launch_command_parser()
+        with self.refusals(parser):
+            arguments = parser.parse_args([*resolve_accelerate_config_argument(remaining), SCRIPT])
+            _refuse_strays(vars(arguments))
+            arguments, _, _ = launch._validate_launch_command(arguments)
+            _, environment = prepare_simple_launcher_cmd_env(arguments)
+        changed = {name: value for name, value in environment.items() if environment_before.get(name) != value}
+        return arguments, {**changed, "OMP_NUM_THREADS": environment["OMP_NUM_THREADS"]}
+
+    # --- refusals --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def refusals(self, parser: argparse.ArgumentParser) -> Iterator[None]:
+        """Turn whatever TRL or accelerate says into an error with a hint."""
+
+        def refuse(message: str) -> NoReturn:
+            found = re.fullmatch(r"argument (?:--)?([\w-]+)[^:]*: (.*)", message, re.DOTALL)
+            if found is None:
+                raise AutotuneError(message, hint=self.help_hint())
+            name = found[1].replace("-", "_")
+            action = self.actions.get(name) or self.launcher.get(name)
+            hint = takes(name, self.hints.get(name, Any), action) if action else self.help_hint()
+            raise AutotuneError(f"`{name}`: {found[2]}", hint=hint)
+
+        parser.error = refuse  # type: ignore[method-assign]
+        try:
+            yield
+        except AutotuneError:
+            raise
+        except Exception as error:
+            raise AutotuneError(_sentence(error), hint=self.named_hint(str(error))) from error
+
+    def unknown(self, name: str, place: str) -> AutotuneError:
+        near = difflib.get_close_matches(name.replace("-", "_"), self.names, n=1, cutoff=0.6)
+        hint = (
+            f"did you mean `{near[0]}`?" if near else f"neither TRL nor `accelerate launch` has it; {self.help_hint()}"
+        )
+        return AutotuneError(f"{place}unknown option `{name}`", hint=hint)
+
+    def help_hint(self) -> str:
+        return f"`{self.parser.prog} --help` lists the options"
+
+    def named_hint(self, message: str) -> str:
+        if "bf16/gpu" in message:
+            return "there is no GPU here: write `use_cpu: true`"
+        words = dict.fromkeys(word for word in re.findall(r"\w+", message) if "_" in word or word in ("bf16", "fp16"))
+        named = [f"`{word}`" for word in words if word in self.actions]
+        return f"change {' or '.join(named)}" if named else self.help_hint()
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return (text or type(error).__name__).removesuffix(".")
+
+
+def _set_environment(environment: dict[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _refuse_strays(found: dict[str, Any]) -> None:
+    script, after = found["training_script"], found["training_script_args"]
+    if script != SCRIPT or after:
+        raise AutotuneError(
+            f"unexpected argument `{script}`",
+            hint="options begin with `--`; put quotes around a value that holds spaces",
+        )
