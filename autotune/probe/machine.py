@@ -161,26 +161,26 @@ def machine_from_json(content: bytes) -> Machine:
     try:
         machine = msgspec.json.decode(content, type=Machine)
     except msgspec.ValidationError as error:
-        expected, _, place = str(error).partition(" - at `$.")
-        field = f"`{place.rstrip('`')}`" if place else "the whole"
-        raise _wrong_field(field, expected[:1].lower() + expected[1:]) from None
+        expected, _, field = str(error).partition(" - at `$.")
+        place = f" in `{field.rstrip('`')}`" if field else ""
+        raise _wrong_field(place, expected[:1].lower() + expected[1:]) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise AutotuneError(
             f"the machine file is not JSON: {error}", hint="make one with `trl-autotune doctor --json`"
         ) from None
     if machine.precision.value not in PRECISIONS:
         expected = f"expected one of {', '.join(f'`{one}`' for one in PRECISIONS)}, got `{machine.precision.value}`"
-        raise _wrong_field("`precision.value`", expected)
+        raise _wrong_field(" in `precision.value`", expected)
     if machine.backend == "cuda" and not machine.gpus:
-        raise _wrong_field("`gpus`", "expected at least one GPU with the backend `cuda`, got none")
+        raise _wrong_field(" in `gpus`", "expected at least one GPU with the backend `cuda`, got none")
     if machine.free_ram_bytes == 0:
         machine = msgspec.structs.replace(machine, free_ram_bytes=machine.ram_bytes)
     return machine
 
 
-def _wrong_field(field: str, expected: str) -> AutotuneError:
+def _wrong_field(place: str, expected: str) -> AutotuneError:
     return AutotuneError(
-        f"the machine file is wrong in {field}: {expected}",
+        f"the machine file is wrong{place}: {expected}",
         hint="`trl-autotune doctor --json` prints this machine in that form, to start from",
     )
 
