@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 
 from autotune.plan.figures import Figures, figures
 from autotune.plan.order import REBALANCE_SEED, random_order
@@ -17,9 +18,7 @@ def rebalanced(
 ) -> Figures:
     """`train_sampling_strategy: batch_rebalance`: each optimizer step's rows, sorted by length, in groups of even cost.
 
-    `order` defaults to the sampler's own in the first pass. The groups are the split into contiguous ones whose
-    largest cost is least, a long row that no split can relieve set apart; transformers comes near it by moving rows
-    one at a time.
+    `order` defaults to the sampler's own in the first pass; the micro-batches are then those of the real one.
     """
     groups = accumulation * processes
     step_rows = micro_batch * groups
@@ -32,7 +31,10 @@ def rebalanced(
         for place in range(groups - len(step)):  # a last step too small for its groups repeats the pass's first rows
             step.append(kept.tokens[visit[place % rows]])
         step.sort(reverse=True)
-        for size, longest in even_groups(step, groups):
+        place = 0
+        for size in even_groups(step, groups, processes=processes, patience=step_rows):
+            longest = step[place]
+            place += size
             positions += size * longest
             micro_batches += 1
             if size * longest > largest[1]:
@@ -52,44 +54,78 @@ def rebalanced(
     )
 
 
-def even_groups(descending: Sequence[int], groups: int) -> Iterator[tuple[int, int]]:
-    """Split lengths sorted in descending order into `groups` contiguous groups of even cost: (rows, longest) of each.
+class _Split:
+    """Lengths in descending order, cut into contiguous groups; changed by moving one row from group to group."""
 
-    There are at least as many lengths as groups.
+    def __init__(self, descending: Sequence[int], groups: int) -> None:
+        whole, rest = divmod(len(descending), groups)
+        self.descending = descending
+        self.counts = [whole + (group < rest) for group in range(groups)]
+        self.starts = [0, *itertools.accumulate(self.counts[:-1])]
+        self.costs = [self.cost(group, count) for group, count in enumerate(self.counts)]
+
+    def cost(self, group: int, count: int) -> float:
+        """What the group would cost with `count` rows from its first, longest row on."""
+        longest = self.descending[self.starts[group]]
+        return count * longest + QUADRATIC_COST * count * longest * longest
+
+    def move(self, giver: int, taker: int) -> None:
+        self.counts[giver] -= 1
+        self.counts[taker] += 1
+        for group in range(min(giver, taker), max(giver, taker) + 1):
+            if group:
+                self.starts[group] = self.starts[group - 1] + self.counts[group - 1]
+            self.costs[group] = self.cost(group, self.counts[group])
+
+
+def even_groups(descending: Sequence[int], groups: int, *, processes: int = 1, patience: int = 0) -> list[int]:
+    """Sizes of contiguous groups of near-even cost of a step's lengths, sorted in descending order.
+
+    There are at least as many lengths as groups. The rule is `BatchRebalanceSampler`'s (transformers 5.22): from even
+    numbers of rows, one row at a time goes from the dearest group to the cheapest; the split with the least spread of
+    costs wins. A dearest group of one row is as it is: the groups it would run beside, one per process, are filled up
+    to its cost and set apart with it. `patience` is the least number of moves tried, 30 per group or more.
     """
-    costs = [length * (1.0 + QUADRATIC_COST * length) for length in descending]
-    rows = len(costs)
-    start = 0
-    mean = sum(costs) / groups
-    while groups > 1 and costs[start] >= mean and _group_sizes(costs, start, groups, costs[start]) is not None:
-        yield 1, descending[start]  # it costs more than an even share, alone as it is
-        start += 1
-        groups -= 1
-        mean = sum(costs[start:]) / groups
-    low = max(mean, costs[start])
-    high = costs[start] * -(-(rows - start) // groups) * (1.0 + 1e-9)  # enough for an even split by number
-    sizes = _group_sizes(costs, start, groups, high)
-    while high - low > 0.002 * low:
-        middle = (low + high) / 2
-        fitting = _group_sizes(costs, start, groups, middle)
-        if fitting is None:
-            low = middle
-        else:
-            high, sizes = middle, fitting
-    assert sizes is not None
-    for size in sizes:
-        yield size, descending[start]
-        start += size
+    split = _Split(descending, groups)
+    active = list(range(groups))
+    seen: set[tuple[int, ...]] = set()
+    best, best_spread = tuple(split.counts), float("inf")
+    for _ in range(max(30 * groups, patience)):
+        counts = tuple(split.counts)
+        if counts in seen or len(active) < 2:
+            break
+        seen.add(counts)
+        dearest = max(active, key=split.costs.__getitem__)
+        cheapest = min(active, key=split.costs.__getitem__)
+        spread = split.costs[dearest] - split.costs[cheapest]
+        if spread < best_spread:
+            best, best_spread = counts, spread
+        if spread == 0:
+            break
+        if split.counts[dearest] > 1:
+            split.move(dearest, cheapest)
+            continue
+        beside = _beside(split, dearest, processes)
+        _fill_up(split, beside, dearest, active)
+        active = [group for group in active if group not in beside]
+    return list(best)
 
 
-def _group_sizes(costs: Sequence[float], start: int, groups: int, most: float) -> list[int] | None:
-    """Sizes of contiguous groups that cost `most` at most each, or None where that takes more than `groups`."""
-    rows = len(costs)
-    sizes = []
-    for left in range(groups - 1, -1, -1):
-        size = min(int(most / costs[start]) if costs[start] else rows, rows - start - left)
-        if size < 1:
-            return None
-        sizes.append(size)
-        start += size
-    return sizes if start == rows else None
+def _beside(split: _Split, dearest: int, processes: int) -> list[int]:
+    """The groups that run at the same time as `dearest`: groups are dealt to the processes by falling cost."""
+    ranked = sorted(range(len(split.costs)), key=split.costs.__getitem__, reverse=True)
+    first = ranked.index(dearest) // processes * processes
+    return sorted(ranked[first : first + processes])
+
+
+def _fill_up(split: _Split, beside: Sequence[int], dearest: int, active: Sequence[int]) -> None:
+    """Let groups that run beside `dearest` take rows from cheaper ones, as long as they cost no more than it does."""
+    limit = split.costs[dearest]
+    for group in beside:
+        if group == dearest or group not in active:
+            continue
+        while split.cost(group, split.counts[group] + 1) <= limit:
+            givers = [other for other in active if other not in beside and split.counts[other] > 1]
+            if not givers:
+                break
+            split.move(min(givers, key=split.costs.__getitem__), group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -50,7 +51,7 @@ def draw_sample(kept: Kept, *, rows: int, seed: int, micro_batch: int, effective
 def _draw(ascending: Sequence[int], wanted: int, generator: random.Random) -> list[int]:
     rows = len(ascending)
     bounds = [slice_ * rows // wanted for slice_ in range(wanted + 1)]
-    places = [ascending[generator.randrange(start, end)] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    places = [ascending[generator.randrange(start, end)] for start, end in itertools.pairwise(bounds)]
     generator.shuffle(places)
     return places
 
