@@ -1,8 +1,7 @@
 """Changes to a YAML text, with everything else in it left as it is.
 
 They are spliced in at the places where PyYAML, with which TRL reads, found the values: what is not changed stays to
-the byte. A round trip through ruamel.yaml 0.19 rewrote dates, escapes, indentation and line ends, and refused a tab
-before a comment, which PyYAML takes.
+the byte. A round trip through ruamel.yaml 0.19 rewrote dates, escapes, indentation and line ends.
 """
 
 from __future__ import annotations
@@ -186,7 +185,8 @@ class _Splice:
             node = _Node("mapping" if mapping else "sequence", start, end, inline=bool(event.flow_style), items=[])
             for part in events:
                 if isinstance(part, yaml.CollectionEndEvent):
-                    node.end = part.end_mark.index
+                    closing: Any = part.end_mark
+                    node.end = closing.index
                     break
                 node.items.append(self._node(part, events))
         if node.inline:
