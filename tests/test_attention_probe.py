@@ -83,7 +83,7 @@ def test_a_name_that_transformers_does_not_know_is_rejected_with_its_words(cpu: 
 
 def test_a_name_that_stands_for_another_backend_says_so(cpu: Machine, children: Children) -> None:
     found = probed(cpu, children, asked="paged|sdpa")["paged|sdpa"]
-    assert (found.usable, found.reason) == (True, f"{WORKED}, as `sdpa`")
+    assert found == AttentionBackend("paged|sdpa", True, "dense mask", f"{WORKED}, as `sdpa`")
 
 
 def test_the_known_kernels_stay_known_at_a_revision(cpu: Machine, children: Children) -> None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from autotune.errors import AutotuneError
+from autotune.probe.attention_trial import Heads, Outcome, try_backend
 from autotune.probe.machine import AttentionBackend, Backend, Machine
-from autotune.probe.model import first_line, head_dim, model_class, read_config
+from autotune.probe.model import first_line
 
 if TYPE_CHECKING:
     from autotune.children import Children
@@ -41,8 +42,6 @@ HUB_KERNELS = ("kernels-community/flash-attn2", "kernels-community/flash-attn3",
 
 NATIVE_SECONDS = 60.0
 KERNEL_SECONDS = 180.0  # a kernel may have to be downloaded, about 300 MB
-
-DOCUMENT_TOKENS = (11, 13)  # two documents of different lengths, neither a multiple of a kernel's block
 
 
 def probe_attention(
@@ -89,70 +88,39 @@ def probe(request: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     import torch
 
     torch.set_num_threads(1)  # the model is tiny: starting threads would take longer than it runs
-    trial = _Trial.of(request)
-    judged = [_judge(name, trial, as_asked=name == request["job_attention"]) for name in request["names"]]
+    heads = Heads.of(request)
+    judged = [_judge(name, heads, as_asked=name == request["job_attention"]) for name in request["names"]]
     return [msgspec.structs.asdict(backend) for backend in judged]
 
 
-class _Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and with what heads backends are tried. `architecture` is the model's class, None when not told."""
-
-    backend: Backend
-    precision: str
-    attention_heads: int
-    key_value_heads: int
-    head_dim: int
-    architecture: Any = None
-
-    @classmethod
-    def of(cls, request: dict[str, Any]) -> _Trial:
-        told: dict[str, Any] = dict(request["model"])
-        architecture = None
-        if told.get("model"):
-            trust = bool(told.get("trust_remote_code"))
-            config = read_config(told["model"], revision=told.get("revision"), trust_remote_code=trust)
-            architecture = model_class(config, told["model"], trust_remote_code=trust)
-            text = config.get_text_config()
-            read = {
-                "num_attention_heads": getattr(text, "num_attention_heads", None),
-                "num_key_value_heads": getattr(text, "num_key_value_heads", None),
-                "head_dim": head_dim(text),
-            }
-            told = {**read, **{name: value for name, value in told.items() if value is not None}}
-        heads = _whole(told.get("num_attention_heads")) or 2
-        shared = _whole(told.get("num_key_value_heads")) or heads
-        return cls(
-            backend=request["backend"],
-            precision=request["precision"],
-            attention_heads=heads,
-            key_value_heads=shared if heads % shared == 0 else heads,
-            head_dim=_whole(told.get("head_dim")) or 64,
-            architecture=architecture,
-        )
-
-    @property
-    def device(self) -> str:
-        return "cuda" if self.backend == "rocm" else self.backend  # torch's name for AMD's GPUs is CUDA's
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None  # some configs hold a list, one per layer
-
-
-def _judge(name: str, trial: _Trial, *, as_asked: bool) -> AttentionBackend:
+def _judge(name: str, heads: Heads, *, as_asked: bool) -> AttentionBackend:
     """`as_asked`: the job names this backend, so a stand-in that transformers puts in its place counts as it."""
-    refusals: list[Callable[[], str | None]] = [lambda: _model_refuses(name, trial.architecture)]
+    refusals: list[Callable[[], str | None]] = [lambda: _model_refuses(name, heads.architecture)]
     if name == "flex_attention":
-        refusals.append(lambda: _flex_refuses(trial.device))
+        refusals.append(lambda: _flex_refuses(heads.device))
     elif name in PACKAGES:
-        refusals.append(lambda: _package_refuses(name, trial.backend, as_asked=as_asked))
+        refusals.append(lambda: _package_refuses(name, heads.backend, as_asked=as_asked))
     elif "/" in name:
-        refusals.append(lambda: _hub_refuses(name, trial.backend))
+        refusals.append(lambda: _hub_refuses(name, heads.backend))
     for refusal in refusals:
         reason = refusal()
         if reason is not None:
             return _rejected(name, reason)
-    return _try(name, trial)
+    outcome = try_backend(name, heads)
+    return _rejected(name, outcome.failure) if outcome.failure is not None else _usable(name, outcome)
+
+
+def _usable(name: str, outcome: Outcome) -> AttentionBackend:
+    packing = _packing(outcome.actual)
+    if packing == UNKNOWN and "flash" in outcome.actual:  # transformers gives those the documents' borders
+        packing = VARIABLE
+    reason = WORKED
+    if outcome.actual != name:
+        reason += f", as `{outcome.actual}`"
+    if not outcome.apart:
+        packing = UNKNOWN
+        reason += ", which it does not keep apart"
+    return AttentionBackend(name=name, usable=True, packing=packing, reason=reason)
 
 
 def _rejected(name: str, reason: str) -> AttentionBackend:
@@ -248,87 +216,3 @@ def _no_build(name: str) -> str | None:
     except Exception as error:  # the network, the cache, an untrusted publisher: kernels 0.17 has no error of its own
         return f"could not be looked up: {first_line(error)}"
     return None if built else f"no build for torch {torch.__version__} and this device"
-
-
-def _try(name: str, trial: _Trial) -> AttentionBackend:
-    """Run a one-layer Qwen3 with the model's heads, on the inputs that TRL's collator makes of packed documents."""
-    import torch
-
-    step = "loading"
-    try:
-        model = _tiny_model(name, trial)
-        step = "forward"
-        tokens = _packed_inputs(trial.device)
-        logits = model(**tokens, use_cache=False).logits
-        step = "backward"
-        logits.float().square().mean().backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
-            return _rejected(name, "its backward gave values that are not finite")
-        step = "forward"
-        apart = _keeps_documents_apart(model, tokens, logits.detach())
-    except Exception as error:  # whatever a kernel raises, it is the reason
-        return _rejected(name, f"fails in {step}: {first_line(error)}")
-    actual = model.config._attn_implementation
-    packing = _packing(name)
-    if packing == UNKNOWN and apart and "flash" in actual:
-        packing = VARIABLE
-    reason = WORKED
-    if actual != name:
-        reason += f", as `{actual}`"
-    if not apart:
-        packing = UNKNOWN
-        reason += ", which it does not keep apart"
-    return AttentionBackend(name=name, usable=True, packing=packing, reason=reason)
-
-
-def _tiny_model(name: str, trial: _Trial) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=trial.attention_heads,
-        num_key_value_heads=trial.key_value_heads,
-        head_dim=trial.head_dim,
-        max_position_embeddings=64,
-    )
-    # flash kernels take half precision only; on a CPU jobs keep float32 weights
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
-    return model.to(device=trial.device, dtype=torch.float32 if trial.backend == "cpu" else dtype).train()
-
-
-def _packed_inputs(device: str) -> dict[str, Any]:
-    """Two documents in one row as TRL's collator gives them: positions and boundaries, no attention mask
-    (TRL 1.16, `sft_trainer.py`, DataCollatorForLanguageModeling)."""
-    import torch
-
-    total = sum(DOCUMENT_TOKENS)
-    positions = torch.cat([torch.arange(length) for length in DOCUMENT_TOKENS])[None]
-    boundaries = torch.tensor([0, DOCUMENT_TOKENS[0], total], dtype=torch.int32, device=device)
-    return {
-        "input_ids": torch.arange(total, device=device)[None],
-        "position_ids": positions.to(device),
-        "cu_seq_lens_q": boundaries,
-        "cu_seq_lens_k": boundaries,
-        "max_length_q": max(DOCUMENT_TOKENS),
-        "max_length_k": max(DOCUMENT_TOKENS),
-    }
-
-
-def _keeps_documents_apart(model: Any, tokens: dict[str, Any], logits: Any) -> bool:
-    """Whether the second document's logits stay as they are when the first document is another."""
-    import torch
-
-    first = DOCUMENT_TOKENS[0]
-    other = tokens["input_ids"].clone()
-    other[:, :first] = 63 - other[:, :first]
-    with torch.no_grad():
-        changed = model(**{**tokens, "input_ids": other}, use_cache=False).logits
-    # a causal mask without the documents' borders moves these logits by 0.38, one with them by 0 (sdpa, float32)
-    return bool(torch.allclose(changed[:, first:].float(), logits[:, first:].float(), atol=0.01, rtol=0.0))
