@@ -105,8 +105,9 @@ def test_a_backend_that_the_models_class_does_not_support_is_rejected(
 
 
 def test_a_model_that_cannot_be_read_is_an_error_with_a_hint(cpu: Machine, children: Children, tmp_path: Path) -> None:
-    with pytest.raises(AutotuneError, match=r"has no `config.json`"):
-        probed(cpu, children, model={"model": str(tmp_path)})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(AutotuneError, match=r"the folder `empty` has no `config.json`"):
+        probe_attention(cpu, job_attention=None, model={"model": "empty"}, folder=tmp_path, children=children)
 
 
 def test_on_a_gpu_a_kernel_that_ends_its_child_rejects_itself_only(cpu: Machine, children: Children) -> None:

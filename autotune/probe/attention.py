@@ -45,12 +45,18 @@ KERNEL_SECONDS = 180.0  # a kernel may have to be downloaded, about 300 MB
 
 
 def probe_attention(
-    machine: Machine, *, job_attention: str | None, model: dict[str, Any] | None, children: Children
+    machine: Machine,
+    *,
+    job_attention: str | None,
+    model: dict[str, Any] | None,
+    folder: Path | None = None,
+    children: Children,
 ) -> tuple[AttentionBackend, ...]:
     """Try each attention backend, `job_attention` among them, on the device that jobs would train on.
 
     `model` may tell `num_attention_heads`, `num_key_value_heads` and `head_dim`, or the `model` to read them from,
-    with its `revision` and `trust_remote_code`. On a CPU all are tried in one child (under 1 s when warm); on a GPU
+    with its `revision` and `trust_remote_code`; a relative path starts at `folder`. With `model` its class is asked,
+    too, what it supports: some have no sdpa, some run another kernel than the one named. On a CPU all are tried in one child (under 1 s when warm); on a GPU
     each kernel in a child of its own, so that one that crashes or hangs rejects itself only. Raises AutotuneError
     when the model cannot be read.
     """
@@ -67,15 +73,23 @@ def probe_attention(
             "model": model or {},
         }
         seconds = NATIVE_SECONDS if group[0] in NATIVE else KERNEL_SECONDS
-        found += _call(children, group, request, seconds, one_may_fail=on_gpu and group[0] not in NATIVE)
+        found += _call(children, group, request, seconds, folder=folder, one_may_fail=on_gpu and group[0] not in NATIVE)
     return tuple(found)
 
 
 def _call(
-    children: Children, group: list[str], request: dict[str, Any], seconds: float, *, one_may_fail: bool
+    children: Children,
+    group: list[str],
+    request: dict[str, Any],
+    seconds: float,
+    *,
+    folder: Path | None,
+    one_may_fail: bool,
 ) -> list[AttentionBackend]:
     try:
-        answer = children.call("autotune.probe.attention:probe", request, deadline_seconds=seconds)
+        answer = children.call(
+            "autotune.probe.attention:probe", request, deadline_seconds=seconds, working_folder=folder
+        )
     except AutotuneError as error:
         if not one_may_fail:
             raise
