@@ -55,10 +55,11 @@ def probe_attention(
     """Try each attention backend, `job_attention` among them, on the device that jobs would train on.
 
     `model` may tell `num_attention_heads`, `num_key_value_heads` and `head_dim`, or the `model` to read them from,
-    with its `revision` and `trust_remote_code`; a relative path starts at `folder`. With `model` its class is asked,
-    too, what it supports: some have no sdpa, some run another kernel than the one named. On a CPU all are tried in one child (under 1 s when warm); on a GPU
-    each kernel in a child of its own, so that one that crashes or hangs rejects itself only. Raises AutotuneError
-    when the model cannot be read.
+    with its `revision` and `trust_remote_code`; a relative path starts at `folder`. With `model` its class is asked
+    what it supports, too: some have no sdpa, some run another kernel than the one named.
+
+    On a CPU all are tried in one child (0.2 s when warm); on a GPU each kernel in a child of its own, so that one
+    that crashes or hangs rejects itself only. Raises AutotuneError when the model cannot be read.
     """
     names = list(dict.fromkeys([*NATIVE, *PACKAGES, *HUB_KERNELS, *([job_attention] if job_attention else [])]))
     on_gpu = machine.backend != "cpu"
