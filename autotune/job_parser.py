@@ -109,7 +109,8 @@ class _Parse:
                 try:
                     value = self.parser._get_value(action, value)
                 except argparse.ArgumentError as error:
-                    raise AutotuneError(f"{place}`{name}`: {error.message}", hint=takes(name, hint, action)) from None
+                    said = error.message.removesuffix(".")
+                    raise AutotuneError(f"{place}`{name}`: {said}", hint=takes(name, hint, action)) from None
         elif value is None and not fits(None, hint):
             raise AutotuneError(f"{place}`{name}` has no value", hint="give it one, or remove the line")
         elif value is not None and action.choices is None and not fits(value, hint):
@@ -268,11 +269,11 @@ class _Parse:
         def refuse(message: str) -> NoReturn:
             found = re.fullmatch(r"argument (?:--)?([\w-]+)[^:]*: (.*)", message, re.DOTALL)
             if found is None:
-                raise AutotuneError(message, hint=self.help_hint())
+                raise AutotuneError(message.removesuffix("."), hint=self.help_hint())
             name = found[1].replace("-", "_")
             action = self.actions.get(name) or self.launcher.get(name)
             hint = takes(name, self.hints.get(name, Any), action) if action else self.help_hint()
-            raise AutotuneError(f"`{name}`: {found[2]}", hint=hint)
+            raise AutotuneError(f"`{name}`: {found[2].removesuffix('.')}", hint=hint)
 
         parser.error = refuse  # type: ignore[method-assign]
         try:

@@ -120,8 +120,9 @@ def _refuse_twice(node: Any, name: str) -> None:
             if not isinstance(key, yaml.ScalarNode):
                 continue
             line = key.start_mark.line + 1
-            before = first.setdefault((key.tag, key.value), line)
-            if before != line or first[key.tag, key.value] != line:
+            before = first.get((key.tag, key.value))
+            first[key.tag, key.value] = line
+            if before is not None:
                 raise AutotuneError(
                     f"`{name}` line {line}: `{key.value}` stands there twice, first in line {before}",
                     hint="TRL would take the last one without a word: remove one of them",
