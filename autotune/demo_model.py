@@ -32,12 +32,13 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
 
-# Wide enough that the arithmetic of a step takes most of its time, and small enough for 0.3 s a step on one core.
+# 1.6 million parameters. On one core of an EPYC with AVX-512 a step of 8 conversations takes 0.64 s as TRL's defaults
+# have it and 0.23 s as 2 x 4, rebalanced, without checkpointing; a model with no arithmetic to speak of 0.25 and 0.07.
 MODEL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 192,
     "intermediate_size": 512,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 48,
