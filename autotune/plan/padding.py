@@ -78,6 +78,7 @@ def padded(kept: Kept, micro_batch: int, *, order: Sequence[int] | None = None, 
         ascending = sorted(padded_lengths)
         positions = full * micro_batch * _expected_longest(ascending, micro_batch) if full else 0.0
         positions += rest * _expected_longest(ascending, rest) if rest else 0.0
+        positions = max(positions, float(sum(kept.tokens)))  # a rounding error below it would fill more than is there
         largest_positions = largest_rows * ascending[-1] if rows else 0
     else:
         batches = [order[start : start + micro_batch] for start in range(0, rows, micro_batch)]
