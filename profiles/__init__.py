@@ -1,1 +1,4 @@
-"""Profiles: the portable result of a run, with its evidence and what it is valid for."""
+"""Tuned profiles: the portable result of a run."""
+
+from profiles.profile import Profile as Profile
+from profiles.profile import to_yaml as to_yaml

@@ -40,15 +40,23 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def probe_model(
-    model: str, *, revision: str | None = None, trust_remote_code: bool = False, children: Children
+    model: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    folder: Path | None = None,
+    children: Children,
 ) -> ModelShape:
     """Read what `model` is: a folder, or a hub id that is in the cache or can be reached. About 0.2 s in a warm child.
 
+    `folder` is where a relative path starts.
     The model's own code runs only with `trust_remote_code`, which is the user's to say. Raises AutotuneError with
     a hint when the model cannot be read.
     """
     request = {"model": model, "revision": revision, "trust_remote_code": trust_remote_code}
-    answer = children.call("autotune.probe.model:probe", request, deadline_seconds=DEADLINE_SECONDS)
+    answer = children.call(
+        "autotune.probe.model:probe", request, deadline_seconds=DEADLINE_SECONDS, working_folder=folder
+    )
     return msgspec.convert(answer, ModelShape)
 
 

@@ -1,0 +1,164 @@
+"""Events as plain lines for a person; on a terminal with a bar for what is going on now."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from autotune.deliver import wording
+from autotune.events import (
+    AnyEvent,
+    BestChanged,
+    Note,
+    Phase,
+    RunFinished,
+    RunStarted,
+    Step,
+    TrialFinished,
+    TrialStarted,
+)
+from autotune.search.statistics import Estimate
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+TOPIC_WIDTH = 9
+LABEL_WIDTH = 62
+PHASES = {
+    "start": "starting",
+    "load_model": "loading the model",
+    "prepare_data": "preparing the sample",
+    "first_step": "first steps",
+    "measure": "measuring",
+}
+OUTCOMES = {
+    "oom": "out of memory",
+    "error": "failed",
+    "killed": "killed",
+    "hung": "hung",
+    "pruned": "stopped early: cannot reach the best",
+    "stopped": "stopped",
+}
+
+
+class Narrator:
+    """Writes to `stream` (stderr). Nothing is said by colour alone; `NO_COLOR` and dumb terminals are rich's care."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console  # 60 ms, not needed for `--json`
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._console = Console(file=stream, highlight=False, soft_wrap=True, markup=False, emoji=False)
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[left]}", markup=False),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._budget: float | None = None
+        self._began = time.monotonic()
+        self._topic = ""
+        self._table = False
+        self._best: int | None = None
+
+    def start(self) -> None:
+        """Start drawing the bar, where there is a terminal."""
+        self._progress.start()
+        self._task = self._progress.add_task("looking around", total=None, left="")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+    def progress(self, what: str, done: int, of: int) -> None:
+        """Long work before the first trial."""
+        self._show(what, done, of, f"{done:,} of {of:,} rows")
+
+    def __call__(self, event: AnyEvent) -> None:
+        match event:
+            case Note():
+                self._line(event.topic, event.text)
+            case RunStarted():
+                self._budget = event.budget_seconds
+            case TrialStarted():
+                self._show(f"#{event.trial} {event.label}", 0, None, self._left())
+            case Phase():
+                self._show(None, 0, None, f"{PHASES[event.phase]}, {self._left()}")
+            case Step():
+                self._show(None, event.step + 1, None, f"step {event.step + 1}, {self._left()}")
+            case TrialFinished():
+                self._trial(event)
+            case BestChanged():
+                self._best = event.trial
+                against = f", {event.ratio:.2f}x yours" if event.ratio else ""
+                self._print(f"{'':5}best so far: #{event.trial}{against}; {self._left()}")
+            case RunFinished():
+                self._end(event)
+            case _:
+                pass
+
+    def _trial(self, event: TrialFinished) -> None:
+        if not self._table:
+            self._table = True
+            self._print("")
+            self._print(f"{'#':>4}  {'setting':<{LABEL_WIDTH}} {'useful tok/s':>16}  {'memory':>8}  {'vs yours':>8}")
+        label = f"{event.trial:>4}  {event.label:<{LABEL_WIDTH}}"
+        kind = {"confirm": " again, in turns", "memory": " on the longest rows"}.get(event.purpose, "")
+        if event.rate is None and event.outcome == "ok":
+            self._print(f"{label} {'':>16}  {wording.gigabytes(event.peak_bytes):>8}{kind}")
+            return
+        if event.rate is None:
+            where = f" in {event.where}" if event.where and event.outcome in ("oom", "error") else ""
+            detail = f": {event.detail}" if event.detail and event.outcome not in ("pruned",) else ""
+            self._print(f"{label} {OUTCOMES.get(event.outcome, event.outcome)}{where}{detail}")
+            return
+        spread = ""
+        if event.rate_interval is not None:
+            half = (event.rate_interval[1] - event.rate_interval[0]) / 2
+            spread = f" +- {wording.rate(half)}"
+        against = f"{event.ratio:.2f}x" if event.ratio else "1.00x" if event.trial == 0 else ""
+        self._print(
+            f"{label} {wording.rate(event.rate) + spread:>16}  {wording.gigabytes(event.peak_bytes):>8}  {against:>8}{kind}"
+        )
+
+    def _end(self, event: RunFinished) -> None:
+        self._progress.stop()
+        self._print("")
+        speedup = None
+        if event.speedup is not None and event.speedup_interval is not None:
+            speedup = Estimate(event.speedup, *event.speedup_interval)
+        match event.outcome:
+            case "failed":
+                self._line("result", "no trial finished")
+            case "kept":
+                self._line("result", "yours is kept: nothing beat it beyond the noise")
+            case _ if speedup is None:
+                self._line("result", "yours did not run here; this does")
+            case _:
+                self._line("result", f"{wording.ratio(speedup)} as fast as yours")
+        if event.config is not None:
+            self._line("wrote", event.config)
+
+    def _line(self, topic: str, text: str) -> None:
+        shown = topic if topic != self._topic else ""
+        self._topic = topic
+        self._print(f"{shown:<{TOPIC_WIDTH}}{text}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text)
+
+    def _left(self) -> str:
+        if self._budget is None:
+            return ""
+        left = max(0.0, self._budget - (time.monotonic() - self._began))
+        return f"at most {wording.seconds(left)} left"
+
+    def _show(self, what: str | None, done: int, of: int | None, left: str) -> None:
+        if self._task is None:
+            return
+        if what is not None:
+            self._progress.update(self._task, description=what)
+        self._progress.update(self._task, completed=done, total=of, left=left)

@@ -1,0 +1,190 @@
+"""report.md: what was tried, what won and why, what it saves, and what was out and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.deliver import wording
+from autotune.plan.recipe import Change
+from autotune.plan.space import Candidate
+from autotune.search.setting import Setting
+from autotune.search.tuner import Found, describe_failure
+from autotune.trial.result import TrialResult
+
+
+def report(setting: Setting, found: Found, changes: list[Change], *, seconds: float) -> str:
+    """The whole report, as Markdown."""
+    parts = [
+        f"# {headline(found)}",
+        _job(setting),
+        _comparison(setting, found),
+        _changed(changes),
+        _python(setting, changes),
+        _same(found),
+        _tried(setting, found),
+        _out(setting, found),
+        _time(found, seconds),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def headline(found: Found) -> str:
+    """The result in one line."""
+    if found.outcome == "failed":
+        return "No trial finished"
+    if found.outcome == "kept":
+        return "Your settings are kept: nothing beat them beyond the noise"
+    if found.speedup is None:
+        return "Yours did not run here, and this does"
+    unconfirmed = "" if found.confirmed_rounds else ", not confirmed"
+    interrupted = " (interrupted)" if found.outcome == "interrupted" else ""
+    return f"{wording.ratio(found.speedup)} as fast as yours{unconfirmed}{interrupted}"
+
+
+def epoch_seconds(setting: Setting, candidate: Candidate, rate: float) -> float:
+    """One pass over the whole data at a rate, in seconds."""
+    return setting.data.figures(candidate.arrangement).useful_tokens / rate
+
+
+def _job(setting: Setting) -> str:
+    job, machine = setting.job, setting.machine
+    lines = [
+        f"* job: {wording.job_line(job).replace('  ', ' ')}",
+        f"* machine: {wording_machine(setting)}; {machine.precision.value}: {machine.precision.reason}",
+        f"* data: {wording.data_line(setting.data)}",
+    ]
+    lines += [f"* added so that it runs here: `{name}: {value}`" for name, value in job.additions.items()]
+    return "\n".join(lines)
+
+
+def wording_machine(setting: Setting) -> str:
+    from autotune.probe.machine import describe
+
+    return describe(setting.machine)
+
+
+def _comparison(setting: Setting, found: Found) -> str:
+    best, baseline = found.best, found.baseline
+    if best is None or best.rate is None:
+        return ""
+    rows = ["| | useful tokens/s | one epoch | memory |", "|---|---|---|---|"]
+    base_candidate = setting.space.baseline
+    memory = {result.candidate: result for result in found.memory}
+    if baseline is not None and baseline.rate is not None:
+        rows.append(_row("yours", setting, baseline, memory))
+    else:
+        failed = next((one for one in found.results if one.candidate == base_candidate), None)
+        why = describe_failure(failed) if failed is not None else "it was not tried"
+        rows.append(f"| yours | did not run: {why} | | |")
+    if best.candidate != base_candidate:
+        rows.append(_row("tuned", setting, best, memory))
+    return "\n".join(rows)
+
+
+def _row(name: str, setting: Setting, result: TrialResult, memory: dict[Candidate, TrialResult]) -> str:
+    assert result.rate is not None
+    epoch = wording.seconds(epoch_seconds(setting, result.candidate, result.rate))
+    worst = memory.get(result.candidate, result)
+    return f"| {name}: {result.candidate} | {wording.rate(result.rate)} | {epoch} | {wording.gigabytes(worst.peak_bytes)} |"
+
+
+def _changed(changes: list[Change]) -> str:
+    if not changes:
+        return ""
+    rows = ["## What changed", "", "| option | was | is | grade | why |", "|---|---|---|---|---|"]
+    rows += [
+        f"| `{change.name}` | {_value(change.was)} | {_value(change.value)} | {change.grade} | {change.reason} |"
+        for change in changes
+    ]
+    return "\n".join(rows)
+
+
+def _value(value: Any) -> str:
+    return "-" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _python(setting: Setting, changes: list[Change]) -> str:
+    """The winner as the call that TRL's guides show; what only the launcher takes is said beside it."""
+    resolved = setting.job.resolved
+    arguments: dict[str, Any] = {}
+    launcher: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    for change in changes:
+        if change.name == "attn_implementation":
+            model[change.name] = change.value
+        elif change.name in resolved:
+            arguments[change.name] = change.value
+        else:
+            launcher[change.name] = change.value
+    if model:
+        arguments["model_init_kwargs"] = {**(resolved.get("model_init_kwargs") or {}), **model}
+    for name, value in setting.job.additions.items():
+        arguments.setdefault(name, value)
+    body = "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
+    text = f"## In Python\n\n```python\nSFTConfig(\n    # your own options, and\n{body})\n```"
+    if "num_cpu_threads_per_process" in launcher:
+        text += f"\n\nand `torch.set_num_threads({launcher['num_cpu_threads_per_process']})` before training."
+    return text if arguments or launcher else ""
+
+
+def _same(found: Found) -> str:
+    if not found.gates:
+        return ""
+    lines = [f"* {gate.name}: {gate.detail}" for gate in found.gates]
+    return "\n".join(["## Still the same training", "", *lines])
+
+
+def _tried(setting: Setting, found: Found) -> str:
+    baseline = found.baseline
+    rows = [
+        "## What was tried",
+        "",
+        "| # | setting | grade | useful tokens/s | against yours | memory | outcome |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    ordered = sorted(found.results, key=lambda one: (-(one.rate or 0.0), one.index))
+    for result in ordered:
+        rate = wording.rate(result.rate) if result.rate else ""
+        against = f"{result.rate / baseline.rate:.2f}x" if result.rate and baseline and baseline.rate else ""
+        outcome = "ok" if result.outcome == "ok" else _outcome(result)
+        rows.append(
+            f"| {result.index} | {result.label} | {setting.space.grade(result.candidate)} | {rate} | {against} "
+            f"| {wording.gigabytes(result.peak_bytes)} | {outcome} |"
+        )
+    return "\n".join(rows)
+
+
+def _outcome(result: TrialResult) -> str:
+    if result.outcome == "pruned":
+        return "stopped early: it could not reach the best"
+    return describe_failure(result)
+
+
+def _out(setting: Setting, found: Found) -> str:
+    rows = ["## What was out, and why", "", "| axis | value | reason |", "|---|---|---|"]
+    rows += [
+        f"| {axis.name} | {rejected.value} | {rejected.reason} |"
+        for axis in setting.space.axes
+        for rejected in axis.rejected
+    ]
+    rows += [f"| | {candidate} | {reason} |" for candidate, reason in found.ruled_out.items()]
+    return "\n".join(rows) if len(rows) > 4 else ""
+
+
+def _time(found: Found, seconds: float) -> str:
+    trials = [*found.results]
+    inside = sum(result.step_seconds for result in trials)
+    starting = sum(result.startup_seconds or 0.0 for result in trials)
+    search = found.search_seconds
+    if not search:
+        return ""
+    rest = max(0.0, search - inside - starting)
+    lines = [
+        "## Where the time went",
+        "",
+        f"* {wording.seconds(seconds)} in all, {wording.seconds(search)} of it searching and "
+        f"{wording.seconds(found.confirm_seconds)} confirming",
+        f"* of the search: {inside / search:.0%} inside measured and warm-up steps, {starting / search:.0%} starting "
+        f"trials, {rest / search:.0%} the rest",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,126 @@
+"""What was found, in words a person likes to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autotune.job import Job, effective
+from autotune.plan.axes import Data
+from autotune.plan.space import Space
+from autotune.probe.machine import Machine
+from autotune.search.statistics import Estimate
+
+
+def seconds(value: float) -> str:
+    """`48 s`, `5 min 48 s`, `3 h 05 min`."""
+    whole = round(value)
+    if whole < 60:
+        return f"{value:.1f} s" if value < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def rate(value: float) -> str:
+    """Tokens per second: `930`, `4.71k`, `43.0k`."""
+    if value < 1000:
+        return f"{value:.0f}"
+    thousands = value / 1000
+    return f"{thousands:.2f}k" if thousands < 10 else f"{thousands:.1f}k"
+
+
+def gigabytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 1e9:.1f} GB"
+
+
+def ratio(estimate: Estimate) -> str:
+    """`2.61x (2.57 to 2.66)`."""
+    return f"{estimate.value:.2f}x ({estimate.low:.2f} to {estimate.high:.2f})"
+
+
+def data_name(job: Job) -> str:
+    """The data as the user names it."""
+    resolved = job.resolved
+    mixture = resolved.get("datasets") or []
+    names = [_one_data_name(entry) for entry in mixture] or [str(resolved.get("dataset_name"))]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _one_data_name(entry: dict[str, Any]) -> str:
+    files = entry.get("data_files")
+    if isinstance(files, str):
+        return Path(files).name
+    return str(entry.get("name") or entry.get("path"))
+
+
+def job_line(job: Job) -> str:
+    """What is tuned."""
+    source = f"   ({job.config_path})" if job.config_path else ""
+    return f"{job.method}  {job.resolved['model_name_or_path']}  on  {data_name(job)}{source}"
+
+
+def job_attention(job: Job) -> str | None:
+    """The attention implementation the user asked for."""
+    value = effective(job, "attn_implementation")
+    return str(value) if value is not None else None
+
+
+def kernels_line(machine: Machine) -> str:
+    """Which attention backends can be used, and why the others cannot."""
+    usable = [f"{one.name} ({one.packing})" for one in machine.attention if one.usable]
+    reasons: dict[str, list[str]] = {}
+    for one in machine.attention:
+        if not one.usable:
+            reasons.setdefault(one.reason, []).append(one.name.removeprefix("kernels-community/"))
+    out = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    return "  ".join(usable) + (f"   not {out}" if out else "")
+
+
+def data_line(data: Data) -> str:
+    """The lengths, and what the job's `max_length` does to them."""
+    lengths = data.lengths
+    ordered = sorted(lengths.tokens)
+    median, high = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    line = f"{lengths.rows:,} rows   median {median:,} tokens   99 %: {high:,}   longest {ordered[-1]:,}"
+    if lengths.rows_measured < lengths.rows:
+        line += f"   (from {lengths.rows_measured:,} random rows)"
+    if data.max_length is not None:
+        total = sum(lengths.tokens) * data.kept.weight
+        share = data.kept.dropped_tokens / total if total else 0.0
+        line += f"   max_length {data.max_length:,} drops {share:.1%} of tokens" if share else ""
+    return line
+
+
+def plan_line(space: Space, estimate_seconds: float, budget_seconds: float) -> str:
+    """How much there is to try."""
+    axes = sum(len(axis.choices) > 1 for axis in space.axes)
+    return (
+        f"{space.size} candidates, {axes} axes; at most {seconds(estimate_seconds)} "
+        f"of the {seconds(budget_seconds)} budget (est.)"
+    )
+
+
+def lengths_json(data: Data, report: Callable[..., dict[str, Any]], job: Job) -> dict[str, Any]:
+    """`lengths.json` of the run folder."""
+    resolved = job.resolved
+    return report(
+        data.lengths,
+        max_length=data.max_length,
+        micro_batch=resolved["per_device_train_batch_size"],
+        accumulation=resolved["gradient_accumulation_steps"],
+        truncation_mode=resolved["truncation_mode"],
+        num_proc=resolved.get("dataset_num_proc"),
+        shuffled=bool(resolved.get("shuffle_dataset")),
+    )
+
+
+def space_lines(space: Space) -> list[str]:
+    """Every axis with its choices and what is out, for `--dry-run`."""
+    lines = [f"{space.size} candidates"]
+    for axis in space.axes:
+        lines += ["", axis.name]
+        lines += [f"  {choice.value}  ({choice.grade}) {choice.reason}" for choice in axis.choices]
+        lines += [f"  not {rejected.value}: {rejected.reason}" for rejected in axis.rejected]
+    return lines

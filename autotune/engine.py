@@ -1,0 +1,346 @@
+"""A whole run: find out what is here, plan, search, deliver. The wizard and `--auto` see the same events."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from autotune import folder as run_folder
+from autotune.children import Children
+from autotune.deliver import files, wording
+from autotune.errors import AutotuneError, NoTrialFinishedError
+from autotune.events import AnyEvent, EventWriter, Note, RunFinished, RunStarted
+from autotune.folder import Prepared
+from autotune.job import check_method, import_environment, read_job
+from autotune.plan import cost
+from autotune.plan.axes import Data, build_space
+from autotune.plan.lengths_report import lengths_report
+from autotune.plan.space import OFFERED, Grade, Space
+from autotune.probe.attention import probe_attention
+from autotune.probe.lengths import measure_lengths
+from autotune.probe.machine import Machine, describe, probe_machine
+from autotune.probe.model import probe_model
+from autotune.search.setting import Setting
+from autotune.search.tuner import Found, Tuner
+
+DEFAULT_BUDGET_SECONDS = 600.0
+MEMORY_SHARE = 0.9  # of the memory that is free, for one trial on a CPU
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line asks for, beside TRL's own options (`arguments`)."""
+
+    method: str
+    arguments: tuple[str, ...]
+    folder: Path  # where relative paths start
+    budget_seconds: float = DEFAULT_BUDGET_SECONDS
+    trial_limit: int | None = None
+    allowed: tuple[Grade, ...] = ()
+    run_folder: Path | None = None
+    resume: Path | None = None
+    gpus: str | None = None
+    memory_limit_bytes: int | None = None
+    cold: bool = False
+    demo: bool = False
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What `prepare` gives: everything up to the first trial."""
+
+    prepared: Prepared
+    data: Any  # autotune.plan.axes.Data
+    space: Space
+
+
+Listener = Callable[[AnyEvent], None]
+Progress = Callable[[str, int, int], None]
+
+
+@contextlib.contextmanager
+def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]]:
+    """Start the server in the job's launch environment; its log goes with it."""
+    check_method(options.method)
+    machine = probe_machine(_with_gpus(os.environ, options.gpus))
+    arguments = list(options.arguments)
+    if options.demo and "--config" in arguments:
+        raise AutotuneError("`--demo` brings a config of its own", hint="leave out `--demo` or `--config`")
+    environment = _with_gpus(import_environment(arguments, options.folder), options.gpus)
+    if machine.backend == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid  # one card for now; the fork server inherits it
+    logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
+    try:
+        with Children(environment, log=logs / "server.log", cold=options.cold) as children:
+            if options.demo:
+                from autotune.demo import build_demo, cache_folder
+
+                demo = build_demo(cache_folder(), children, accelerator=machine.backend == "cuda")
+                options = msgspec.structs.replace(options, arguments=("--config", str(demo.config), *arguments))
+            yield children, options, machine
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def children_of(plan: Plan, *, cold: bool) -> Iterator[Children]:
+    """The server for a run that is resumed, in the launch environment its job had."""
+    job, machine = plan.prepared.job, plan.prepared.machine
+    at_import = {name: value for name, value in job.launch_environment.items() if name.startswith(("OMP_", "KMP_"))}
+    environment = {**os.environ, **job.environment, **at_import}
+    if machine.backend == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid
+    logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
+    try:
+        with Children(environment, log=logs / "server.log", cold=cold) as children:
+            yield children
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+def prepare(
+    options: Options, children: Children, machine: Machine, *, emit: Listener, progress: Progress | None = None
+) -> Plan:
+    """Read the job, look at model, kernels and data, and plan. Starts no trial and writes nothing."""
+    job = read_job(
+        options.method,
+        options.arguments,
+        folder=options.folder,
+        children=children,
+        accelerator=machine.backend == "cuda",
+        cpu_bf16=machine.cpu.bf16,
+    )
+    _note(emit, "job", wording.job_line(job))
+    for name, value in job.additions.items():
+        _note(emit, "job", f"`{name}: {str(value).lower()}` added: {job.addition_reasons[name]}")
+    if job.import_environment_differs and not children.cold:
+        different = ", ".join(f"{name}={value}" for name, value in job.import_environment_differs.items())
+        raise AutotuneError(
+            f"this job's launcher sets {different}, which a forked trial cannot take over",
+            hint="run again with `--cold`: every trial is then a fresh process",
+        )
+    _note(emit, "machine", f"{describe(machine)}   {machine.precision.value}: {machine.precision.reason}")
+    if len(machine.gpus) > 1:
+        _note(emit, "machine", f"{len(machine.gpus)} GPUs are here and one is used: several are not tuned yet")
+    for problem in machine.problems:
+        _note(emit, "machine", f"{problem.what}; {problem.hint}")
+    resolved = job.resolved
+    model = probe_model(
+        resolved["model_name_or_path"],
+        revision=resolved.get("model_revision"),
+        trust_remote_code=bool(resolved.get("trust_remote_code")),
+        children=children,
+        folder=options.folder,
+    )
+    attention = probe_attention(
+        machine,
+        job_attention=wording.job_attention(job),
+        model={
+            "num_attention_heads": model.attention_heads,
+            "num_key_value_heads": model.key_value_heads,
+            "head_dim": model.head_dim,
+            "model": resolved["model_name_or_path"],
+            "revision": resolved.get("model_revision"),
+            "trust_remote_code": bool(resolved.get("trust_remote_code")),
+        },
+        folder=options.folder,
+        children=children,
+    )
+    machine = msgspec.structs.replace(machine, attention=attention)
+    _note(emit, "kernels", wording.kernels_line(machine))
+    lengths = measure_lengths(
+        resolved,
+        folder=options.folder,
+        children=children,
+        progress=None if progress is None else lambda done, of: progress("reading the data", done, of),
+    )
+    data = Data(job, lengths)
+    _note(emit, "data", wording.data_line(data))
+    allowed: frozenset[Grade] = OFFERED | set(options.allowed)
+    space = build_space(job, machine, data, allowed=allowed)
+    memory_limit = options.memory_limit_bytes
+    if memory_limit is None and machine.backend == "cpu":
+        memory_limit = int(MEMORY_SHARE * machine.free_ram_bytes)  # a trial must not take the box down
+    prepared = Prepared(
+        job=job,
+        machine=machine,
+        model=model,
+        lengths=lengths,
+        allowed=tuple(sorted(allowed)),
+        budget_seconds=options.budget_seconds,
+        trial_limit=options.trial_limit,
+        memory_limit_bytes=memory_limit,
+    )
+    return Plan(prepared=prepared, data=data, space=space)
+
+
+def resume(options: Options) -> Plan:
+    """The plan of an earlier run, with this command's budget."""
+    assert options.resume is not None
+    prepared = run_folder.read(options.resume)
+    prepared = msgspec.structs.replace(
+        prepared,
+        budget_seconds=options.budget_seconds,
+        trial_limit=options.trial_limit if options.trial_limit is not None else prepared.trial_limit,
+    )
+    data = Data(prepared.job, prepared.lengths)
+    space = build_space(prepared.job, prepared.machine, data, allowed=prepared.allowed)  # type: ignore[arg-type]
+    return Plan(prepared=prepared, data=data, space=space)
+
+
+def dry_run(plan: Plan) -> dict[str, Any]:
+    """What would be tried, as one object (design: `--dry-run --json`); seconds are an estimate."""
+    prepared, space = plan.prepared, plan.space
+    return {
+        "schema": 1,
+        "method": prepared.job.method,
+        "precision": msgspec.to_builtins(prepared.machine.precision),
+        "candidates": space.size,
+        "estimate": {"seconds": round(estimated_seconds(plan))},
+        "axes": msgspec.to_builtins(space.axes),
+    }
+
+
+def estimated_seconds(plan: Plan) -> float:
+    """A rough estimate of the whole run: the budget, or less where there are few candidates."""
+    prepared, space = plan.prepared, plan.space
+    per_token = cost.seconds_per_token(space.baseline, plan.data, prepared.model, prepared.machine)
+    a_trial = 3.0 + 12 * per_token * space.tokens_per_step
+    trials = min(space.size, prepared.trial_limit or space.size)
+    return min(prepared.budget_seconds, a_trial * (trials + 6))
+
+
+def tune(
+    plan: Plan,
+    folder: Path,
+    children: Children,
+    *,
+    started: float,
+    emit: Listener,
+    resumed: bool = False,
+) -> RunFinished:
+    """Search and deliver in the run's folder. Ctrl-C and SIGTERM end it in good order, with the best so far."""
+    prepared = plan.prepared
+    job = prepared.job
+    if not resumed:
+        run_folder.create(folder, prepared, plan.space, wording.lengths_json(plan.data, lengths_report, job))
+    events = EventWriter(folder / "events.jsonl")
+
+    def say(event: AnyEvent) -> None:
+        events.write(event)
+        emit(event)
+
+    say(
+        RunStarted(
+            run=str(folder),
+            method=job.method,
+            model=str(job.resolved["model_name_or_path"]),
+            data=wording.data_name(job),
+            config=job.config_path,
+            machine=describe(prepared.machine),
+            precision=prepared.machine.precision.value,
+            precision_reason=prepared.machine.precision.reason,
+            candidates=plan.space.size,
+            budget_seconds=prepared.budget_seconds,
+        )
+    )
+    _note(say, "plan", wording.plan_line(plan.space, estimated_seconds(plan), prepared.budget_seconds))
+    setting = Setting(
+        job=job,
+        machine=prepared.machine,
+        model=prepared.model,
+        data=plan.data,
+        space=plan.space,
+        children=children,
+        folder=folder.resolve(),
+        emit=say,
+        budget_seconds=prepared.budget_seconds,
+        trial_limit=prepared.trial_limit,
+        memory_limit_bytes=prepared.memory_limit_bytes,
+        started=started,
+        seed=prepared.seed,
+    )
+    tuner = Tuner(setting, run_folder.results(folder) if resumed else [])
+    failure: NoTrialFinishedError | None = None
+    try:
+        with _ended_by_signals():
+            found = tuner.run()
+    except KeyboardInterrupt:
+        found = tuner.found("interrupted")
+    except NoTrialFinishedError as error:
+        failure, found = error, tuner.found("failed")
+    with _not_interrupted():
+        run_folder.clean(folder)
+        last = _deliver(setting, found, folder, seconds=time.monotonic() - started)
+        say(last)
+        events.close()
+    if failure is not None:
+        raise failure
+    return last
+
+
+def _deliver(setting: Setting, found: Found, folder: Path, *, seconds: float) -> RunFinished:
+    delivered = files.write(setting, found, folder, seconds=seconds)
+    best, baseline = found.best, found.baseline
+    return RunFinished(
+        outcome=found.outcome,
+        run=str(folder),
+        rate_unit="useful tokens/s",
+        baseline_rate=baseline.rate if baseline is not None else None,
+        best_rate=best.rate if best is not None else None,
+        speedup=found.speedup.value if found.speedup is not None else None,
+        speedup_interval=(found.speedup.low, found.speedup.high) if found.speedup is not None else None,
+        trials=len(found.results),
+        seconds=seconds,
+        best=delivered.options,
+        config=str(delivered.config) if delivered.config is not None else None,
+        profile=str(delivered.profile) if delivered.profile is not None else None,
+    )
+
+
+def _note(emit: Listener, topic: Any, text: str) -> None:
+    emit(Note(text=text, topic=topic))
+
+
+def _with_gpus(environment: Any, gpus: str | None) -> dict[str, str]:
+    """The environment as it would be with `--gpus`."""
+    chosen = dict(environment)
+    if gpus is not None and gpus != "all":
+        chosen["CUDA_VISIBLE_DEVICES"] = gpus
+    return chosen
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal end a run as Ctrl-C does."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    kept = [(number, signal.signal(number, interrupt)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        yield
+    finally:
+        for number, handler in kept:
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _not_interrupted() -> Iterator[None]:
+    """A second Ctrl-C must not tear the files that are being written."""
+    kept = [
+        (number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ]
+    try:
+        yield
+    finally:
+        for number, handler in kept:
+            signal.signal(number, handler)

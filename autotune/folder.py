@@ -1,0 +1,111 @@
+"""A run's folder: what is in it, how it is made, and how an interrupted run is read back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from autotune.child import write_whole
+from autotune.errors import AutotuneError
+from autotune.job import Job
+from autotune.plan.space import Space
+from autotune.probe.lengths import Lengths
+from autotune.probe.machine import Machine
+from autotune.probe.model import ModelShape
+from autotune.trial.result import TrialResult
+from autotune.trial.runner import to_json
+
+RUNS = "autotune-runs"
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was found out before the first trial; `run.msgpack`, from which a run is resumed."""
+
+    schema: int = 1
+    job: Job
+    machine: Machine
+    model: ModelShape
+    lengths: Lengths
+    allowed: tuple[str, ...]
+    budget_seconds: float
+    trial_limit: int | None
+    memory_limit_bytes: int | None
+    seed: int = 0
+
+
+def check_new(folder: Path) -> None:
+    """Raise AutotuneError unless the folder is new or empty, and can be written."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise AutotuneError(
+            f"the run folder `{folder}` is not empty", hint="name a new one, or go on with it by `--resume`"
+        )
+    parent = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise AutotuneError(f"cannot write in `{parent}`", hint="choose another place with `--run-folder DIR`")
+
+
+def default_name(job: Job) -> Path:
+    """`autotune-runs/<time>-<method>-<model>`, one that is not there yet."""
+    model = "".join(
+        letter if letter.isalnum() or letter in "-._" else "-"
+        for letter in Path(str(job.resolved["model_name_or_path"])).name
+    )
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{job.method}-{model[:40]}"
+    folder = Path(RUNS) / stem
+    number = 1
+    while folder.exists():
+        number += 1
+        folder = Path(RUNS) / f"{stem}-{number}"
+    return folder
+
+
+def create(folder: Path, prepared: Prepared, space: Space, report: dict[str, Any]) -> None:
+    """Make the folder, for the user alone, and write what was found out."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    write_whole(folder / "job.yaml", prepared.job.config_text.encode())
+    write_whole(folder / "machine.json", to_json(prepared.machine))
+    write_whole(folder / "lengths.json", to_json(report))
+    write_whole(folder / "space.json", to_json(space))
+    write_whole(folder / "run.msgpack", msgspec.msgpack.encode(prepared))
+
+
+def read(folder: Path) -> Prepared:
+    """What an earlier run of this folder had found out. Raises AutotuneError."""
+    try:
+        content = (folder / "run.msgpack").read_bytes()
+    except OSError:
+        raise AutotuneError(
+            f"`{folder}` is no run that can be resumed: it has no `run.msgpack`",
+            hint=f"runs are in `{RUNS}/`; one that was interrupted before its first trial has nothing to resume",
+        ) from None
+    try:
+        return msgspec.msgpack.decode(content, type=Prepared)
+    except msgspec.DecodeError as error:
+        raise AutotuneError(
+            f"`{folder}/run.msgpack` is of another version of trl-autotune ({error})", hint="start a new run"
+        ) from None
+
+
+def results(folder: Path) -> list[TrialResult]:
+    """The trials of the folder that have a result, in order. A trial without one counts as not run."""
+    found = []
+    for path in sorted(folder.glob("trial-*/result.json")):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            found.append(msgspec.json.decode(path.read_bytes(), type=TrialResult))
+    return found
+
+
+def clean(folder: Path) -> None:
+    """Remove what holds the user's data: the samples and what was tokenised from them. Only lengths stay."""
+    for sample in folder.glob("*.parquet"):
+        sample.unlink(missing_ok=True)
+    shutil.rmtree(folder / "cache", ignore_errors=True)
+    for output in folder.glob("trial-*/output"):
+        shutil.rmtree(output, ignore_errors=True)

@@ -1,0 +1,351 @@
+"""The axes of an SFT job: what may be chosen on this machine for this data, with grade and reason.
+
+Rules and their source: TRL 1.16 `sft_trainer.py`, transformers 5.22 `trainer.py` and `trainer_pt_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from autotune.job import Job, effective
+from autotune.plan import packing
+from autotune.plan.figures import Figures
+from autotune.plan.order import REBALANCE_SEED
+from autotune.plan.padding import Kept, padded, truncate
+from autotune.plan.rebalance import rebalanced
+from autotune.plan.recipe import ATTENTION_DEFAULT, checkpointing_option
+from autotune.plan.space import (
+    TOKENS_PER_STEP_TOLERANCE,
+    Arrangement,
+    Axis,
+    Candidate,
+    Choice,
+    Grade,
+    Rejected,
+    Space,
+    offered,
+)
+from autotune.probe.lengths import Lengths
+from autotune.probe.machine import Machine
+
+# Rows packed to lengths between the longest document and this many times it are worth trying where nothing is cut.
+FREE_ROW_LENGTHS = (1, 2, 4)
+
+
+class Data:
+    """The data's figures in any arrangement, each computed once."""
+
+    def __init__(self, job: Job, lengths: Lengths) -> None:
+        resolved = job.resolved
+        self.lengths = lengths
+        self.max_length: int | None = resolved["max_length"]
+        self.kept: Kept = truncate(lengths, self.max_length, resolved["truncation_mode"])
+        self.longest = max(lengths.tokens, default=0)
+        self._multiple: int = resolved.get("pad_to_multiple_of") or 1
+        self._num_proc: int | None = resolved.get("dataset_num_proc")
+        self._shuffled = bool(resolved.get("shuffle_dataset"))
+        self._figures: dict[Arrangement, Figures] = {}
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the job's `max_length` cuts any document."""
+        return self.max_length is not None and self.longest > self.max_length
+
+    def figures(self, arrangement: Arrangement) -> Figures:
+        """One pass over the whole data in this arrangement."""
+        found = self._figures.get(arrangement)
+        if found is None:
+            found = self._figures[arrangement] = self._compute(arrangement)
+        return found
+
+    def tokens_per_step(self, arrangement: Arrangement) -> float:
+        """Mean useful tokens per optimizer step."""
+        figures = self.figures(arrangement)
+        return figures.useful_tokens / figures.rows * arrangement.micro_batch * arrangement.accumulation
+
+    def _compute(self, arrangement: Arrangement) -> Figures:
+        length = arrangement.row_length
+        match arrangement.name:
+            case "padded":
+                return padded(self.kept, arrangement.micro_batch, pad_to_multiple_of=self._multiple)
+            case "batch_rebalance":
+                return rebalanced(self.kept, arrangement.micro_batch, arrangement.accumulation)
+            case "bfd":
+                pack = packing.bfd
+            case "bfd_split":
+                pack = packing.bfd_split
+            case "wrapped":
+                pack = packing.wrapped
+        assert length is not None
+        return pack(
+            self.lengths,
+            length,
+            micro_batch=arrangement.micro_batch,
+            num_proc=self._num_proc,
+            shuffled=self._shuffled,
+        )
+
+
+def baseline_candidate(job: Job, machine: Machine) -> Candidate:
+    """The job exactly as the user gave it."""
+    resolved = job.resolved
+    sampling = resolved["train_sampling_strategy"]
+    if resolved["packing"]:
+        name: Any = resolved["packing_strategy"]
+    else:
+        name = "batch_rebalance" if sampling == "batch_rebalance" else "padded"
+    return Candidate(
+        arrangement=Arrangement(
+            name,
+            resolved["per_device_train_batch_size"],
+            resolved["gradient_accumulation_steps"],
+            resolved["max_length"] if resolved["packing"] else None,
+        ),
+        attention=effective(job, "attn_implementation") or ATTENTION_DEFAULT,
+        checkpointing=bool(resolved[checkpointing_option(resolved)]),
+        workers=resolved["dataloader_num_workers"],
+        threads=int(job.launch_environment.get("OMP_NUM_THREADS", "1")) if machine.backend == "cpu" else None,
+    )
+
+
+def build_space(job: Job, machine: Machine, data: Data, *, allowed: Collection[Grade]) -> Space:
+    """All that may be tried for the job on this machine."""
+    baseline = baseline_candidate(job, machine)
+    axes = [
+        _arrangements(job, data, baseline.arrangement, allowed),
+        _attention(job, machine, baseline.attention),
+        _checkpointing(baseline.checkpointing),
+        _workers(machine, baseline.workers),
+    ]
+    if baseline.threads is not None:
+        axes.append(_threads(machine, baseline.threads))
+    return Space(baseline, tuple(axes), data.tokens_per_step(baseline.arrangement))
+
+
+# --- arrangement ------------------------------------------------------------------------------------------------
+
+
+def _arrangements(job: Job, data: Data, base: Arrangement, allowed: Collection[Grade]) -> Axis:
+    choices = [Choice(base, "exact", "as you gave it")]
+    rejected: list[Rejected] = []
+    for choice in (
+        *_splits(base, base),
+        *_rebalanced(job, data, base, rejected),
+        *_other_packing(job, data, base, rejected),
+    ):
+        if all(choice.value != known.value for known in choices):
+            choices.append(choice)
+    inside, outside = offered(choices, allowed=allowed)
+    return Axis("arrangement", tuple(inside), (*rejected, *outside))
+
+
+def _splits(like: Arrangement, base: Arrangement) -> Iterator[Choice]:
+    """Other micro-batches at the same rows per optimizer step: the loss is summed over the step's tokens and divided
+    once (`num_items_in_batch`), so the split changes nothing but rounding."""
+    rows = like.micro_batch * like.accumulation
+    for micro_batch in divisors(rows):
+        if (micro_batch, rows // micro_batch) != (base.micro_batch, base.accumulation):
+            yield Choice(
+                msgspec.structs.replace(like, micro_batch=micro_batch, accumulation=rows // micro_batch),
+                "exact",
+                f"{rows} rows per optimizer step as before, {micro_batch} at a time",
+            )
+
+
+def _rebalanced(job: Job, data: Data, base: Arrangement, rejected: list[Rejected]) -> Iterator[Choice]:
+    if base.packed or base.name == "batch_rebalance":
+        return
+    resolved = job.resolved
+    sampling = resolved["train_sampling_strategy"]
+    name = "batch_rebalance"
+    if sampling != "random":
+        rejected.append(Rejected(name, f"it shuffles, and your `train_sampling_strategy` is `{sampling}`"))
+        return
+    rows = base.micro_batch * base.accumulation
+    if rows < 4:
+        rejected.append(Rejected(name, f"{rows} rows per optimizer step leave nothing to balance"))
+        return
+    seed = resolved["data_seed"] if resolved.get("data_seed") is not None else resolved["seed"]
+    remainder = len(data.kept.tokens) % rows
+    for micro_batch in divisors(rows):
+        accumulation = rows // micro_batch
+        if micro_batch == 1 or accumulation == 1:
+            continue  # one row each, or one group: nothing to balance
+        arrangement = Arrangement("batch_rebalance", micro_batch, accumulation)
+        fill = data.figures(arrangement).fill
+        if seed != REBALANCE_SEED:
+            grade: Grade = "regrouped"
+            why = f"its order comes from seed {REBALANCE_SEED}, yours from {seed}: same documents, another order"
+        elif 0 < remainder < accumulation and not resolved["dataloader_drop_last"]:
+            grade = "regrouped"
+            why = f"repeats {accumulation - remainder} rows in the last step of an epoch"
+        else:
+            grade = "exact"
+            why = "same samples in every optimizer step"
+        yield Choice(
+            arrangement, grade, f"micro-batches of like lengths: {fill:.0%} of computed positions are tokens; {why}"
+        )
+
+
+def _other_packing(job: Job, data: Data, base: Arrangement, rejected: list[Rejected]) -> Iterator[Choice]:
+    resolved = job.resolved
+    max_length = data.max_length
+    if base.packed:
+        yield from _unpacked(data, base)
+        return
+    if max_length is None:
+        rejected.append(Rejected("packing", "TRL packs only with a `max_length`, and yours is null"))
+        return
+    if resolved.get("padding_free"):
+        rejected.append(Rejected("packing", "your job is `padding_free`"))
+        return
+    target = data.tokens_per_step(base)
+    for strategy in ("bfd", "bfd_split", "wrapped"):
+        if strategy == "bfd_split" and not data.truncates:
+            rejected.append(Rejected(strategy, "no document is longer than `max_length`: the same as `bfd`"))
+            continue
+        for length in _row_lengths(data, max_length, strategy):
+            yield from _packed(job, data, strategy, length, target)
+
+
+def _row_lengths(data: Data, max_length: int, strategy: str) -> list[int]:
+    """`max_length` itself, and where it cuts nothing other lengths that hold the longest document as well."""
+    lengths = [max_length]
+    if not data.truncates and strategy == "bfd":
+        lengths += [_next_multiple(data.longest * factor, 64) for factor in FREE_ROW_LENGTHS]
+    return sorted(set(lengths))
+
+
+def _packed(job: Job, data: Data, strategy: Any, length: int, target: float) -> Iterator[Choice]:
+    one_row = Arrangement(strategy, 1, 1, length)
+    figures = data.figures(one_row)
+    per_row = figures.useful_tokens / figures.rows
+    rows = max(1, round(target / per_row))
+    off = rows * per_row / target - 1
+    equation = f"{rows} x {per_row:,.0f} tokens is {off:+.0%} of your {target:,.0f} a step"
+    if abs(off) > TOKENS_PER_STEP_TOLERANCE:
+        # rows come whole, so the step would be another one
+        grade: Grade = "changed"
+        why = f"a batch of {_fitting_batch(_rows(job), target, per_row)} instead of your {_rows(job)} would fit"
+    else:
+        grade, why = _packing_grade(job, data, strategy, figures)
+    for micro_batch in divisors(rows):
+        yield Choice(
+            Arrangement(strategy, micro_batch, rows // micro_batch, length),
+            grade,
+            f"{figures.fill:.0%} of row positions are tokens; {equation}; {why}",
+        )
+
+
+def _packing_grade(job: Job, data: Data, strategy: str, figures: Figures) -> tuple[Grade, str]:
+    if strategy == "wrapped":
+        return "changed", "documents attend to their neighbours in the row"
+    if strategy == "bfd_split":
+        return "changed", f"{figures.split_rows:,} documents are cut into pieces that do not see each other"
+    if data.truncates and job.resolved["truncation_mode"] == "keep_end":
+        return "changed", "it keeps the start of long documents, and your `truncation_mode` keeps the end"
+    if figures.dropped_tokens > data.kept.dropped_tokens:
+        return "changed", "it cuts off more tokens than padding does"
+    if figures.kept_without_loss:
+        return "changed", f"it keeps {figures.kept_without_loss:,} documents whose loss tokens are all cut off"
+    return "regrouped", "nothing split, cut off where padding cuts it; the same documents in other groups"
+
+
+def _unpacked(data: Data, base: Arrangement) -> Iterator[Choice]:
+    """Padded rows for a job that packs: as many documents per step as a packed step holds on average."""
+    if base.name != "bfd":
+        return
+    target = data.tokens_per_step(base)
+    kept = data.kept
+    per_document = sum(kept.tokens) / max(1, len(kept.tokens))
+    rows = max(1, round(target / per_document))
+    if abs(rows * per_document / target - 1) > TOKENS_PER_STEP_TOLERANCE:
+        return
+    for micro_batch in divisors(rows):
+        yield Choice(
+            Arrangement("padded", micro_batch, rows // micro_batch),
+            "regrouped",
+            f"{rows} documents per optimizer step hold as many tokens as your packed rows",
+        )
+
+
+def _fitting_batch(rows: int, target: float, per_row: float) -> int:
+    """The batch nearest to `rows` documents whose tokens are near enough to a whole number of packed rows."""
+    per_document = target / rows
+
+    def fits(batch: int) -> bool:
+        tokens = batch * per_document
+        return abs(max(1, round(tokens / per_row)) * per_row / tokens - 1) <= TOKENS_PER_STEP_TOLERANCE
+
+    # at ten packed rows any number is near enough to a whole one
+    return min(filter(fits, range(1, rows + round(10 * per_row / per_document) + 2)), key=lambda one: abs(one - rows))
+
+
+def _rows(job: Job) -> int:
+    return int(job.resolved["per_device_train_batch_size"] * job.resolved["gradient_accumulation_steps"])
+
+
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _next_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+# --- the other axes ---------------------------------------------------------------------------------------------
+
+
+def _attention(job: Job, machine: Machine, base: str) -> Axis:
+    choices = [Choice(base, "exact", "as your job has it")]
+    rejected = []
+    for backend in machine.attention:
+        if backend.name == base:
+            continue
+        if backend.usable:
+            choices.append(Choice(backend.name, "exact", f"{backend.reason}; packed rows: {backend.packing}"))
+        else:
+            rejected.append(Rejected(backend.name, backend.reason))
+    return Axis("attention", tuple(choices), tuple(rejected))
+
+
+def _checkpointing(base: bool) -> Axis:
+    reasons = {
+        True: "recomputes activations in the backward pass to save memory",
+        False: "keeps activations instead of computing them twice",
+    }
+    choices = (Choice(base, "exact", "as your job has it"), Choice(not base, "exact", reasons[not base]))
+    return Axis("checkpointing", choices)
+
+
+def _threads(machine: Machine, base: int) -> Axis:
+    cores = machine.cpu.cores
+    counts = sorted({2**power for power in range(10) if 2**power <= cores} | {cores})
+    choices = [Choice(base, "exact", "what `accelerate launch` gives your job")]
+    choices += [
+        Choice(count, "exact", f"{count} of {cores} cores; `accelerate launch` gives {base} unless told otherwise")
+        for count in counts
+        if count != base
+    ]
+    return Axis("threads", tuple(choices))
+
+
+def _workers(machine: Machine, base: int) -> Axis:
+    choices = [Choice(base, "exact", "as your job has it")]
+    rejected: list[Rejected] = []
+    for count in (0, 1 if machine.backend == "cpu" else 2):
+        if count == base:
+            continue
+        if machine.backend == "cpu" and count >= machine.cpu.cores:
+            rejected.append(Rejected(count, f"{machine.cpu.cores} core leaves none for a worker"))
+            continue
+        reason = "batches are collated in the step" if count == 0 else "batches are collated beside the step"
+        choices.append(Choice(count, "exact", reason))
+    return Axis("workers", tuple(choices), tuple(rejected))
+
+
+AxisName = Literal["arrangement", "attention", "checkpointing", "workers", "threads"]

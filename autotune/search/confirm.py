@@ -1,0 +1,158 @@
+"""The confirmation: baseline and finalists again, in fresh children, pass by pass in turns.
+
+A host's slow spells last longer than a pass, so two arms that take turns share them, and their ratio is steadier
+than either rate. Every round visits the arms in the reverse order of the one before, which cancels a steady drift.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import psutil
+
+from autotune.plan.space import Candidate
+from autotune.search.measure import (
+    POLL_SECONDS,
+    Sample,
+    conclude,
+    fill_correction,
+    finished,
+    forward,
+    started,
+)
+from autotune.search.setting import Setting
+from autotune.search.statistics import Estimate, ratio_of
+from autotune.trial.result import Pass, TrialResult, passes_of
+from autotune.trial.runner import Trial
+
+FEWEST_ROUNDS = 4
+MOST_ROUNDS = 12
+ENOUGH = 0.02  # half the interval of the ratio, as a share of it
+
+
+class Arm(msgspec.Struct):
+    """One side of the comparison."""
+
+    candidate: Candidate
+    trial: Trial
+    failed: bool = False
+
+    def passes(self) -> tuple[Pass, ...]:
+        return passes_of(self.trial.steps, self.trial.ended_passes)
+
+
+class Confirmed(msgspec.Struct, frozen=True):
+    """Per candidate (the first is what the others are compared with): the ratio, and its result."""
+
+    ratios: dict[Candidate, Estimate]
+    results: dict[Candidate, TrialResult]
+    rounds: int
+
+
+def confirm(
+    setting: Setting,
+    first_index: int,
+    reference: Candidate,
+    finalists: list[Candidate],
+    sample: Sample,
+    *,
+    seconds: float,
+    resident_bytes: int,
+) -> Confirmed:
+    """Compare finalists with the reference, in turns, for at most about `seconds`.
+
+    All arms stay loaded while they wait where their memory together (`resident_bytes`) fits; otherwise each round
+    starts every arm afresh.
+    """
+    together = resident_bytes < 0.8 * psutil.virtual_memory().available and setting.machine.backend == "cpu"
+    candidates = [reference, *finalists]
+    deadline = time.monotonic() + seconds
+    arms: list[Arm] = []
+    try:
+        for place, candidate in enumerate(candidates):
+            trial = setting.trial(
+                first_index + place, candidate, sample.path, purpose="confirm", passes=MOST_ROUNDS, turns=True
+            )
+            arms.append(Arm(candidate, trial))
+            started(setting, trial, candidate, "in turns with yours" if place else "the reference")
+        rounds = 0
+        for number in range(1, MOST_ROUNDS + 1):
+            for arm in arms if number % 2 else reversed(arms):
+                _take_turn(setting, arm, number, fresh=not together)
+            if any(arm.failed for arm in arms):
+                break
+            rounds = number
+            if rounds >= FEWEST_ROUNDS and _sure(arms):
+                break
+            if rounds >= 2 and time.monotonic() > deadline:
+                break
+    finally:
+        for arm in arms:
+            arm.trial.kill()
+    results = {arm.candidate: conclude(setting, arm.trial, arm.candidate) for arm in arms}
+    reference_rate = results[reference].rate
+    for result in results.values():
+        finished(setting, result, reference_rate)
+    ratios = {
+        arm.candidate: _corrected_ratio(setting, arms[0], arm) for arm in arms[1:] if not arm.failed and rounds > 0
+    }
+    return Confirmed(ratios if not arms[0].failed else {}, results, rounds)
+
+
+def _take_turn(setting: Setting, arm: Arm, number: int, *, fresh: bool) -> None:
+    """Run pass `number` of one arm; marks it as failed when it ends before its pass does."""
+    trial = arm.trial
+    if arm.failed:
+        return
+    if number == 1:
+        trial.start()
+        trial.grant_turns(1)
+    elif fresh:
+        _restart(setting, arm)
+    else:
+        trial.grant_turns(number)
+    while number not in arm.trial.ended_passes:
+        if not arm.trial.running:
+            arm.failed = True
+            return
+        if not forward(setting, arm.trial):
+            time.sleep(POLL_SECONDS)
+    if fresh:
+        arm.trial.kill()
+    else:
+        arm.trial.rest()
+
+
+def _restart(setting: Setting, arm: Arm) -> None:
+    """A fresh child for the next round; what the ones before measured is kept."""
+    old = arm.trial
+    plan = msgspec.structs.replace(old.plan, passes=1)
+    arm.trial = Trial(plan, old.folder, setting.children, deadlines=setting.deadlines, target=setting.worker)
+    arm.trial.continue_from(old)
+    arm.trial.start()
+    arm.trial.grant_turns(1)
+
+
+def _pairs(reference: Arm, arm: Arm) -> list[tuple[Pass, Pass]]:
+    return list(zip(reference.passes(), arm.passes(), strict=False))
+
+
+def _sure(arms: list[Arm]) -> bool:
+    """Whether the best finalist's ratio is known well enough, and no other finalist could be better."""
+    estimates = [ratio_of(_pairs(arms[0], arm)) for arm in arms[1:]]
+    if not estimates:
+        return True
+    best = max(estimates, key=lambda estimate: estimate.value)
+    return best.half_width <= ENOUGH
+
+
+def _corrected_ratio(setting: Setting, reference: Arm, arm: Arm) -> Estimate:
+    estimate = ratio_of(_pairs(reference, arm))
+    factor = _correction(setting, arm) / _correction(setting, reference)
+    return Estimate(estimate.value * factor, estimate.low * factor, estimate.high * factor)
+
+
+def _correction(setting: Setting, arm: Arm) -> float:
+    steps = [step for step in arm.trial.steps if step.pass_index > 0]
+    return fill_correction(setting, arm.candidate, arm.passes(), steps)

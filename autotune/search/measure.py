@@ -1,0 +1,219 @@
+"""Measuring one trial: watch it, say when its rate is known well enough, stop it when it cannot win."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from autotune.child import write_whole
+from autotune.events import AnyEvent, Finished, Note, Outcome, Step, TrialFinished, TrialStarted
+from autotune.plan.space import Candidate
+from autotune.search.setting import Setting
+from autotune.search.statistics import Estimate, cannot_reach, correction, fit_step_cost, rate_of
+from autotune.trial.result import Pass, TrialResult, passes_of
+from autotune.trial.runner import Trial, to_json
+
+POLL_SECONDS = 0.01
+ENOUGH = 0.022  # half the interval as a share of the rate, below which a rate is known well enough
+MOST_PASSES = 3  # of a trial in the search; the confirmation goes on for longer
+CONTENDS = 0.97  # of the best rate: one that reaches this is measured on
+
+
+class Sample:
+    """The documents every arm passes over, and the figures of a whole pass at the baseline's settings."""
+
+    def __init__(self, path: Path, rows: int, steps: int) -> None:
+        self.path = path
+        self.rows = rows
+        self.steps = steps  # optimizer steps of the baseline in one pass
+
+
+def measure(
+    setting: Setting,
+    index: int,
+    candidate: Candidate,
+    sample: Sample,
+    *,
+    reason: str,
+    best: Estimate | None,
+    baseline_rate: float | None,
+    longest_pass: float | None = None,
+) -> TrialResult:
+    """Run a speed trial until its rate is known to `ENOUGH`, or it cannot reach the best.
+
+    `longest_pass` in seconds: a trial whose first steps foretell a longer pass is stopped with outcome `stopped` and
+    no rate, for the caller to take a smaller sample.
+    """
+    trial = setting.trial(index, candidate, sample.path, purpose="speed", passes=MOST_PASSES)
+    started(setting, trial, candidate, reason)
+    pruned = False
+    try:
+        trial.start()
+        while trial.running:
+            said = forward(setting, trial)
+            if not said:
+                time.sleep(POLL_SECONDS)
+                continue
+            if longest_pass is not None and _foretold_pass(trial, sample) > longest_pass:
+                trial.kill()
+            elif best is not None and _hopeless(trial, sample, best):
+                pruned = True
+                trial.kill()
+            elif _known(setting, trial, candidate, best):
+                trial.kill()
+    finally:
+        trial.kill()
+    result = conclude(setting, trial, candidate, pruned=pruned)
+    finished(setting, result, baseline_rate)
+    return result
+
+
+def run_memory_trial(setting: Setting, index: int, candidate: Candidate, sample: Sample, *, reason: str) -> TrialResult:
+    """Three optimizer steps on the longest rows: what the candidate needs at its worst."""
+    trial = setting.trial(index, candidate, sample.path, purpose="memory", passes=0, warm_up_steps=3)
+    started(setting, trial, candidate, reason)
+    try:
+        trial.start()
+        while trial.running:
+            if not forward(setting, trial):
+                time.sleep(POLL_SECONDS)
+    finally:
+        trial.kill()
+    result = conclude(setting, trial, candidate)
+    finished(setting, result, None)
+    return result
+
+
+def started(setting: Setting, trial: Trial, candidate: Candidate, reason: str) -> None:
+    """Say that a trial starts, and leave its candidate in its folder."""
+    trial.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_whole(trial.folder / "candidate.json", to_json(candidate))
+    setting.emit(
+        TrialStarted(trial=trial.plan.index, label=trial.plan.label, purpose=trial.plan.purpose, reason=reason)
+    )
+
+
+def forward(setting: Setting, trial: Trial) -> list[AnyEvent]:
+    """Pass on what the trial said. Its own end is told by `finished`, with the rate."""
+    said = trial.poll()
+    for event in said:
+        if not isinstance(event, Finished | Note):
+            setting.emit(msgspec.structs.replace(event, trial=trial.plan.index))
+    return said
+
+
+def finished(setting: Setting, result: TrialResult, baseline_rate: float | None) -> None:
+    """Write `result.json`, which makes the trial count, and say so."""
+    write_whole(setting.trial_folder(result.index) / "result.json", to_json(result))
+    setting.emit(
+        TrialFinished(
+            trial=result.index,
+            label=result.label,
+            purpose=result.purpose,
+            outcome=result.outcome,
+            where=result.where,
+            detail=result.detail,
+            rate=result.rate,
+            rate_interval=result.rate_interval,
+            ratio=result.rate / baseline_rate if result.rate and baseline_rate else None,
+            peak_bytes=result.peak_bytes,
+            seconds=result.seconds,
+            measured_seconds=result.step_seconds,
+        )
+    )
+
+
+def conclude(setting: Setting, trial: Trial, candidate: Candidate, *, pruned: bool = False) -> TrialResult:
+    """What an ended trial gave."""
+    outcome, where, detail = trial.result_outcome()
+    passes = passes_of(trial.steps, trial.ended_passes)
+    rate: Estimate | None = None
+    if passes and outcome in ("ok", "stopped"):
+        outcome, where = "ok", None  # stopped because enough was known
+        rate = corrected_rate(setting, trial, candidate, passes)
+    measured = [step for step in trial.steps if step.pass_index > 0]
+    partial = None
+    if pruned:
+        outcome, where, rate = "pruned", None, None
+        detail = "cannot reach the best"
+        partial = sum(step.useful_tokens for step in measured) / sum(step.seconds for step in measured)
+    elif outcome == "ok" and trial.plan.purpose == "speed" and rate is None:
+        outcome, detail = _no_rate(detail)
+    ended = trial.ended if trial.ended is not None else time.monotonic()
+    return TrialResult(
+        index=trial.plan.index,
+        purpose=trial.plan.purpose,
+        candidate=candidate,
+        label=trial.plan.label,
+        outcome=outcome,
+        where=where,
+        detail=detail,
+        rate=rate.value if rate else None,
+        rate_interval=(rate.low, rate.high) if rate else None,
+        partial_rate=partial,
+        passes=passes,
+        losses=tuple(step.loss for step in trial.steps[:3]),
+        actual_attention=trial.hello.actual_attention if trial.hello else None,
+        peak_bytes=trial.peak_bytes(),
+        startup_seconds=trial.first_step_at - trial.started if trial.first_step_at is not None else None,
+        step_seconds=sum(step.seconds for step in trial.steps),
+        seconds=ended - trial.started,
+    )
+
+
+def corrected_rate(setting: Setting, trial: Trial, candidate: Candidate, passes: tuple[Pass, ...]) -> Estimate:
+    """The rate over the passes, with the sample's padding and packing corrected to the whole data's."""
+    steps = [step for step in trial.steps if step.pass_index > 0]
+    estimate = rate_of(passes, steps)
+    factor = fill_correction(setting, candidate, passes, steps)
+    return Estimate(estimate.value * factor, estimate.low * factor, estimate.high * factor)
+
+
+def fill_correction(setting: Setting, candidate: Candidate, passes: tuple[Pass, ...], steps: Sequence[Step]) -> float:
+    """Rate on the whole data over rate on the sample, from the exact plan of the whole data's lengths."""
+    figures = setting.data.figures(candidate.arrangement)
+    tokens = sum(one.useful_tokens for one in passes)
+    positions = tokens + sum(one.padding_tokens for one in passes)
+    micro_batches = sum(one.micro_batches for one in passes)
+    # TRL feeds bfd rows without padding: their empty room is computed by nobody
+    whole_positions = (
+        figures.useful_tokens if candidate.arrangement.name in ("bfd", "bfd_split") else figures.computed_positions
+    )
+    return correction(
+        fit_step_cost(steps),
+        sample=(micro_batches / tokens, positions / tokens),
+        whole=(figures.micro_batches / figures.useful_tokens, whole_positions / figures.useful_tokens),
+    )
+
+
+def _no_rate(detail: str | None) -> tuple[Outcome, str]:
+    return "error", detail or "it ended before one pass over the sample was complete"
+
+
+def _foretold_pass(trial: Trial, sample: Sample) -> float:
+    """Seconds a pass will take, from the steps so far (the first, which allocates, left out where there are more)."""
+    steps = [step for step in trial.steps if step.pass_index == 0]
+    if len(steps) < 2 or any(step.pass_index > 0 for step in trial.steps):
+        return 0.0
+    return steps[-1].seconds * sample.steps
+
+
+def _hopeless(trial: Trial, sample: Sample, best: Estimate) -> bool:
+    current = [step for step in trial.steps if step.pass_index == 1]
+    if not current or 1 in trial.ended_passes:
+        return False
+    arrangement_steps = max(2, sample.steps)
+    return cannot_reach(current, steps_per_pass=arrangement_steps, best_low=best.low)
+
+
+def _known(setting: Setting, trial: Trial, candidate: Candidate, best: Estimate | None) -> bool:
+    passes = passes_of(trial.steps, trial.ended_passes)
+    if not passes:
+        return False
+    estimate = corrected_rate(setting, trial, candidate, passes)
+    if best is not None and estimate.high < best.low * CONTENDS:
+        return True
+    return estimate.half_width <= ENOUGH

@@ -1,0 +1,151 @@
+"""In what order candidates are tried: first by prediction, then around the best, then as Optuna's TPE proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from autotune.plan.space import Candidate, Space
+from autotune.trial.result import TrialResult
+
+if TYPE_CHECKING:
+    import optuna
+
+MOST_PREDICTED = 6  # arrangements tried on prediction alone
+PREDICTED_WITHIN = 1.6  # of the best prediction; the constants of a prediction are no better than that
+TPE_ASKS = 40  # repeats that TPE may propose before the best predicted one left is taken
+
+
+class Proposals:
+    """The next candidate to try, given all that was measured.
+
+    The same seed and the same results in the same order give the same proposals. `predict` gives seconds per useful
+    token of a candidate.
+    """
+
+    def __init__(self, space: Space, predict: Callable[[Candidate], float], *, seed: int = 0) -> None:
+        self._space = space
+        self._seed = seed
+        candidates = list(space.candidates())
+        predicted = {candidate: predict(candidate) for candidate in candidates}
+        base = space.baseline
+        # between equal predictions the one that changes less
+        self._open = sorted(candidates, key=lambda one: (predicted[one], one.differences(base)))
+        self._predicted = predicted
+        self._results: dict[Candidate, TrialResult] = {}
+        self._ruled_out: dict[Candidate, str] = {}
+        self._first = self._best_of_each_arrangement()
+
+    @property
+    def ruled_out(self) -> dict[Candidate, str]:
+        """Candidates that will not be tried, with the reason."""
+        return self._ruled_out
+
+    @property
+    def left(self) -> int:
+        """How many have been neither tried nor ruled out."""
+        return len(self._open)
+
+    def tell(self, result: TrialResult) -> None:
+        """A trial has ended. One that ran out of memory rules out those that need at least as much."""
+        self._results[result.candidate] = result
+        self._open = [candidate for candidate in self._open if candidate != result.candidate]
+        if result.outcome == "oom":
+            for candidate in list(self._open):
+                if needs_as_much_memory(candidate, result.candidate):
+                    self._open.remove(candidate)
+                    self._ruled_out[candidate] = f"needs at least the memory of #{result.index}, which ran out"
+
+    def next(self) -> tuple[Candidate, str] | None:
+        """A candidate and why it is tried now, or None when all are done."""
+        if not self._open:
+            return None
+        while self._first:
+            candidate = self._first.pop(0)
+            if candidate in self._open:
+                return candidate, "predicted among the fastest"
+        neighbour = self._neighbour_of_best()
+        if neighbour is not None:
+            return neighbour, "one step from the best so far"
+        return self._ask_optuna()
+
+    def _best_of_each_arrangement(self) -> list[Candidate]:
+        """The best predicted candidate of each arrangement, since the prediction is least sure between those."""
+        chosen: dict[Any, Candidate] = {}
+        for candidate in self._open:
+            chosen.setdefault(candidate.arrangement, candidate)
+        ordered = list(chosen.values())
+        limit = self._predicted[ordered[0]] * PREDICTED_WITHIN
+        return [candidate for candidate in ordered if self._predicted[candidate] <= limit][:MOST_PREDICTED]
+
+    def _best(self) -> TrialResult | None:
+        rated = [result for result in self._results.values() if result.outcome == "ok" and result.rate]
+        return max(rated, key=lambda result: result.rate or 0.0, default=None)
+
+    def _neighbour_of_best(self) -> Candidate | None:
+        best = self._best()
+        if best is None:
+            return None
+        near = [candidate for candidate in self._open if candidate.differences(best.candidate) == 1]
+        return min(near, key=lambda one: self._predicted[one], default=None)
+
+    def _ask_optuna(self) -> tuple[Candidate, str]:
+        import optuna  # 0.4 s
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        study = optuna.create_study(
+            direction="maximize",
+            sampler=optuna.samplers.TPESampler(seed=self._seed + len(self._results), n_startup_trials=0),
+        )
+        distributions = {
+            axis.name: optuna.distributions.CategoricalDistribution(tuple(range(len(axis.choices))))
+            for axis in self._space.axes
+        }
+        for result in self._results.values():
+            study.add_trial(self._as_optuna(result, distributions))
+        open_candidates = set(self._open)
+        for _ in range(TPE_ASKS):
+            trial = study.ask(distributions)  # type: ignore[arg-type]
+            candidate = msgspec.structs.replace(
+                self._space.baseline,
+                **{axis.name: axis.choices[trial.params[axis.name]].value for axis in self._space.axes},
+            )
+            if candidate in open_candidates:
+                return candidate, "proposed by TPE"
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        return self._open[0], "best prediction left"
+
+    def _as_optuna(self, result: TrialResult, distributions: Any) -> optuna.trial.FrozenTrial:
+        import optuna
+
+        params = {
+            axis.name: [choice.value for choice in axis.choices].index(getattr(result.candidate, axis.name))
+            for axis in self._space.axes
+        }
+        rate = result.rate if result.outcome == "ok" else result.partial_rate
+        if rate is None:  # a failed trial has no score, and TPE learns nothing from it
+            return optuna.trial.create_trial(
+                params=params, distributions=distributions, state=optuna.trial.TrialState.FAIL
+            )
+        if result.outcome == "pruned":
+            return optuna.trial.create_trial(
+                params=params,
+                distributions=distributions,
+                state=optuna.trial.TrialState.PRUNED,
+                intermediate_values={1: rate},
+            )
+        return optuna.trial.create_trial(params=params, distributions=distributions, value=rate)
+
+
+def needs_as_much_memory(candidate: Candidate, failed: Candidate) -> bool:
+    """Whether `candidate` holds at least the activations that `failed` held, other things being equal."""
+    one, other = candidate.arrangement, failed.arrangement
+    return (
+        one.name == other.name
+        and (one.row_length or 0) >= (other.row_length or 0)
+        and one.micro_batch >= other.micro_batch
+        and candidate.attention == failed.attention
+        and (failed.checkpointing or not candidate.checkpointing)
+    )

@@ -1,0 +1,116 @@
+"""What a search is given: the job, the machine, the data, the space, and the limits it keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autotune.children import Children
+from autotune.events import AnyEvent
+from autotune.job import Job, write_job
+from autotune.plan import recipe
+from autotune.plan.axes import Data
+from autotune.plan.space import Candidate, Space
+from autotune.probe.machine import Machine
+from autotune.probe.model import ModelShape
+from autotune.trial.result import Purpose
+from autotune.trial.runner import Deadlines, Trial, TrialPlan
+
+WORKER = "autotune.trial.worker:run"
+WARM_UP_STEPS = 2  # the first steps allocate; with a compiler in play a search adds to this
+
+
+class Setting:
+    """Everything fixed during a search."""
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        machine: Machine,
+        model: ModelShape,
+        data: Data,
+        space: Space,
+        children: Children,
+        folder: Path,
+        emit: Callable[[AnyEvent], None],
+        budget_seconds: float,
+        trial_limit: int | None = None,
+        memory_limit_bytes: int | None = None,
+        started: float | None = None,
+        deadlines: Deadlines | None = None,
+        worker: str = WORKER,
+        seed: int = 0,
+    ) -> None:
+        self.job = job
+        self.machine = machine
+        self.model = model
+        self.data = data
+        self.space = space
+        self.children = children
+        self.folder = folder
+        self.emit = emit
+        self.budget_seconds = budget_seconds
+        self.trial_limit = trial_limit
+        self.memory_limit_bytes = memory_limit_bytes
+        self.started = time.monotonic() if started is None else started
+        self.deadlines = deadlines or Deadlines()
+        self.worker = worker
+        self.seed = seed
+
+    @property
+    def job_folder(self) -> Path:
+        """Where the job's relative paths mean what they meant."""
+        return Path(self.job.folder)
+
+    def seconds_left(self) -> float:
+        """Of the budget, which covers everything from the command's start to the delivered files."""
+        return self.budget_seconds - (time.monotonic() - self.started)
+
+    def trial_folder(self, index: int) -> Path:
+        return self.folder / f"trial-{index:04d}"
+
+    def trial(
+        self,
+        index: int,
+        candidate: Candidate,
+        sample: Path,
+        *,
+        purpose: Purpose,
+        passes: int,
+        warm_up_steps: int = WARM_UP_STEPS,
+        turns: bool = False,
+    ) -> Trial:
+        """A trial of the candidate on the sample, not started yet."""
+        folder = self.trial_folder(index)
+        options: dict[str, Any] = {
+            change.name: change.value for change in recipe.changes(self.job, self.space, candidate)
+        }
+        options |= recipe.trial_options(
+            sample=str(sample), workers=candidate.workers, output_folder=str(folder / "output")
+        )
+        environment: dict[str, str | None] = dict(self.job.launch_environment)
+        if candidate.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(candidate.threads)
+        plan = TrialPlan(
+            index=index,
+            purpose=purpose,
+            label=self.label(candidate),
+            method=self.job.method,
+            config=write_job(self.job, options, {}),
+            working_folder=str(self.job_folder),
+            datasets_cache=str(self.folder / "cache"),
+            threads=candidate.threads,
+            environment=environment,
+            warm_up_steps=warm_up_steps,
+            passes=passes,
+            turns=turns,
+            memory_limit_bytes=self.memory_limit_bytes,
+        )
+        return Trial(plan, folder, self.children, deadlines=self.deadlines, target=self.worker)
+
+    def label(self, candidate: Candidate) -> str:
+        """How a person calls the candidate."""
+        return f"yours ({candidate})" if candidate == self.space.baseline else str(candidate)

@@ -1,0 +1,77 @@
+"""What one trial gave, as it stands in `result.json`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from autotune.events import Outcome, Step
+from autotune.plan.space import Candidate
+
+Purpose = Literal["speed", "memory", "confirm", "gate"]
+
+
+class Pass(msgspec.Struct, frozen=True):
+    """One complete pass over the sample; seconds of all its steps, tokens, micro-batches."""
+
+    index: int
+    steps: int
+    seconds: float
+    useful_tokens: int
+    padding_tokens: int
+    micro_batches: int
+
+    @property
+    def rate(self) -> float:
+        """Useful tokens per second over the whole pass."""
+        return self.useful_tokens / self.seconds
+
+    @property
+    def fill(self) -> float:
+        """Useful tokens over computed positions."""
+        return self.useful_tokens / (self.useful_tokens + self.padding_tokens)
+
+
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
+    """`result.json`. `rate` is useful tokens/s with the sample's padding corrected to the whole data's; null without
+    a complete measurement: a failed trial has no score."""
+
+    schema: Literal[1] = 1
+    index: int
+    purpose: Purpose
+    candidate: Candidate
+    label: str
+    outcome: Outcome
+    where: str | None = None
+    detail: str | None = None
+    rate: float | None = None
+    rate_interval: tuple[float, float] | None = None
+    partial_rate: float | None = None  # of a pruned trial: as far as it came
+    passes: tuple[Pass, ...] = ()
+    losses: tuple[float | None, ...] = ()  # of the first steps
+    actual_attention: str | None = None
+    peak_bytes: int | None = None
+    startup_seconds: float | None = None  # child start to first optimizer step
+    step_seconds: float = 0.0  # inside measured and warm-up steps
+    seconds: float = 0.0
+
+
+def passes_of(steps: list[Step], ended: set[int]) -> tuple[Pass, ...]:
+    """The complete passes among `steps`; `ended` are the passes whose end was reported. Warm-up (pass 0) is none."""
+    passes = []
+    for index in sorted(ended):
+        own = [step for step in steps if step.pass_index == index]
+        if index == 0 or not own:
+            continue
+        passes.append(
+            Pass(
+                index=index,
+                steps=len(own),
+                seconds=sum(step.seconds for step in own),
+                useful_tokens=sum(step.useful_tokens for step in own),
+                padding_tokens=sum(step.padding_tokens for step in own),
+                micro_batches=sum(step.micro_batches for step in own),
+            )
+        )
+    return tuple(passes)
