@@ -55,8 +55,8 @@ class DemoFiles(msgspec.Struct, frozen=True):
 
 def cache_folder() -> Path:
     """Where the demo's files are kept: `$XDG_CACHE_HOME/trl-autotune`, or `~/.cache/trl-autotune`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "trl-autotune"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "trl-autotune"
 
 
 def build_demo(folder: Path, children: Children, *, accelerator: bool) -> DemoFiles:
