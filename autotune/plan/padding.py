@@ -74,12 +74,9 @@ def padded(kept: Kept, micro_batch: int, *, order: Sequence[int] | None = None, 
     rows = len(padded_lengths)
     largest_rows = min(micro_batch, rows)
     if order is None:
-        full, rest = divmod(rows, micro_batch)
-        ascending = sorted(padded_lengths)
-        positions = full * micro_batch * _expected_longest(ascending, micro_batch) if full else 0.0
-        positions += rest * _expected_longest(ascending, rest) if rest else 0.0
+        positions = _expected_positions(padded_lengths, micro_batch)
         positions = max(positions, float(sum(kept.tokens)))  # a rounding error below it would fill more than is there
-        largest_positions = largest_rows * ascending[-1] if rows else 0
+        largest_positions = largest_rows * max(padded_lengths, default=0)
     else:
         batches = [order[start : start + micro_batch] for start in range(0, rows, micro_batch)]
         sizes = [(len(batch) * max(padded_lengths[place] for place in batch), len(batch)) for batch in batches]
@@ -98,6 +95,18 @@ def padded(kept: Kept, micro_batch: int, *, order: Sequence[int] | None = None, 
         largest=(largest_rows, largest_positions),
         weight=kept.weight,
     )
+
+
+def mean_fill(tokens: Sequence[int], micro_batch: int) -> float:
+    """The fill of rows padded in random micro-batches: tokens over the positions expected. There is a token."""
+    return sum(tokens) / _expected_positions(tokens, micro_batch)
+
+
+def _expected_positions(lengths: Sequence[int], micro_batch: int) -> float:
+    full, rest = divmod(len(lengths), micro_batch)
+    ascending = sorted(lengths)
+    positions = full * micro_batch * _expected_longest(ascending, micro_batch) if full else 0.0
+    return positions + (rest * _expected_longest(ascending, rest) if rest else 0.0)
 
 
 def _expected_longest(ascending: Sequence[int], count: int) -> float:

@@ -127,7 +127,7 @@ def _first_broken_row(
 
 
 def _failure(prepare: Callable[[Any], Any], rows: Any) -> Exception | None:
-    with contextlib.redirect_stderr(None):
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):  # the log keeps the first pass's bar
         try:
             prepare(rows)
         except Exception as error:

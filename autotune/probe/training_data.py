@@ -224,13 +224,15 @@ def _explained(job: Mapping[str, Any], error: Exception) -> AutotuneError:
         )
     if isinstance(error, FileNotFoundError):
         return AutotuneError(f"the data is not there: {error}", hint=f"relative paths are looked up in `{Path.cwd()}`")
+    if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
+        return _no_rows(job)
     if isinstance(error, ValueError) and "split" in str(error).lower():
         return AutotuneError(f"the data has no such split: {error}", hint="check `split` in `datasets:`")
     broken = _first_broken_line(job)
     if broken is not None:
         return broken
     files = [name for _, found in _sources(job) for name in found]
-    if isinstance(error, StopIteration) or (files and not any(Path(name).stat().st_size for name in files)):
+    if files and not any(Path(name).stat().st_size for name in files):
         return _no_rows(job)
     last = next((str(cause) for cause in reversed(causes) if str(cause)), repr(error))
     return AutotuneError(
