@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import difflib
 import importlib
 import json
 import os
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from autotune.errors import AutotuneError
 from autotune.job_limits import check_model_and_data, refuse_not_yet
-from autotune.job_values import fits, is_jsonable, jsonable, shown, takes, type_hints, without_secrets
-
-SCRIPT = "script.py"  # stands for TRL's script where accelerate's parser wants one
+from autotune.job_refusals import Refusals, refuse_strays
+from autotune.job_values import SCRIPT, fits, is_jsonable, jsonable, shown, takes, type_hints, without_secrets
 
 
 def parse(request: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -46,7 +42,7 @@ class _Parse:
             for option in action.option_strings
             if option.startswith("--") and action.dest != "help"
         }
-        self.names = [*self.actions, *self.launcher, "accelerate_config", "config", "env"]
+        self.refusals = Refusals(self.parser.prog, self.actions, self.launcher, self.hints)
 
     def answer(self) -> dict[str, Any]:
         _set_environment(self.request["environment"])
@@ -90,7 +86,7 @@ class _Parse:
             name = key.replace("-", "_")
             if name != "accelerate_config":
                 if name not in self.launcher:
-                    raise self.unknown(key, place)
+                    raise self.refusals.unknown(key, place)
                 if self.launcher[name].nargs == 0:
                     raise AutotuneError(
                         f"{place}`{key}` is a switch of `accelerate launch`, which TRL cannot pass on from a file",
@@ -132,7 +128,7 @@ class _Parse:
         for action in parser._actions:
             action.default = argparse.SUPPRESS
             action.required = False
-        with self.refusals(parser):
+        with self.refusals.of(parser):
             namespace, remaining = parser.parse_known_args(self.arguments)
         given = {name: jsonable(value) for name, value in vars(namespace).items()}
         for name in self.dictionaries():
@@ -162,7 +158,7 @@ class _Parse:
                 and name
                 and name.replace("-", "_") not in (*self.launcher, "accelerate_config")
             ):
-                raise self.unknown(name, "")
+                raise self.refusals.unknown(name, "")
         read: dict[str, Any] = {}
         if "--accelerate_config" in remaining:
             position = remaining.index("--accelerate_config")
@@ -174,9 +170,9 @@ class _Parse:
         for action in parser._actions:
             if action.option_strings:
                 action.default = argparse.SUPPRESS
-        with self.refusals(parser):
+        with self.refusals.of(parser):
             found = vars(parser.parse_args([*remaining, SCRIPT]))
-        _refuse_strays(found)
+        refuse_strays(found)
         flags = []
         for name, value in found.items():
             if name in ("training_script", "training_script_args", "nondefault"):
@@ -216,7 +212,7 @@ class _Parse:
             config = self.folder / "config.yaml"
             config.write_text(self.request["config_text"], encoding="utf-8", newline="")
             arguments = ["--config", str(config), *arguments]
-        with self.refusals(self.parser):
+        with self.refusals.of(self.parser):
             return list(
                 self.parser.parse_args_and_config(
                     arguments, return_remaining_strings=True, separate_remaining_strings=True
@@ -252,58 +248,13 @@ class _Parse:
         for module in (launch, config_args):
             module.default_config_file = self.request["default_config_file"]
         parser = launch.launch_command_parser()
-        with self.refusals(parser):
+        with self.refusals.of(parser):
             arguments = parser.parse_args([*resolve_accelerate_config_argument(remaining), SCRIPT])
-            _refuse_strays(vars(arguments))
+            refuse_strays(vars(arguments))
             arguments, _, _ = launch._validate_launch_command(arguments)
             _, environment = prepare_simple_launcher_cmd_env(arguments)
         changed = {name: value for name, value in environment.items() if environment_before.get(name) != value}
         return arguments, {**changed, "OMP_NUM_THREADS": environment["OMP_NUM_THREADS"]}
-
-    # --- refusals --------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def refusals(self, parser: argparse.ArgumentParser) -> Iterator[None]:
-        """Turn whatever TRL or accelerate says into an error with a hint."""
-
-        def refuse(message: str) -> NoReturn:
-            found = re.fullmatch(r"argument (?:--)?([\w-]+)[^:]*: (.*)", message, re.DOTALL)
-            if found is None:
-                raise AutotuneError(message.removesuffix("."), hint=self.help_hint())
-            name = found[1].replace("-", "_")
-            action = self.actions.get(name) or self.launcher.get(name)
-            hint = takes(name, self.hints.get(name, Any), action) if action else self.help_hint()
-            raise AutotuneError(f"`{name}`: {found[2].removesuffix('.')}", hint=hint)
-
-        parser.error = refuse  # type: ignore[method-assign]
-        try:
-            yield
-        except AutotuneError:
-            raise
-        except Exception as error:
-            raise AutotuneError(_sentence(error), hint=self.named_hint(str(error))) from error
-
-    def unknown(self, name: str, place: str) -> AutotuneError:
-        near = difflib.get_close_matches(name.replace("-", "_"), self.names, n=1, cutoff=0.6)
-        hint = (
-            f"did you mean `{near[0]}`?" if near else f"neither TRL nor `accelerate launch` has it; {self.help_hint()}"
-        )
-        return AutotuneError(f"{place}unknown option `{name}`", hint=hint)
-
-    def help_hint(self) -> str:
-        return f"`{self.parser.prog} --help` lists the options"
-
-    def named_hint(self, message: str) -> str:
-        if "bf16/gpu" in message:
-            return "there is no GPU here: write `use_cpu: true`"
-        words = dict.fromkeys(word for word in re.findall(r"\w+", message) if "_" in word or word in ("bf16", "fp16"))
-        named = [f"`{word}`" for word in words if word in self.actions]
-        return f"change {' or '.join(named)}" if named else self.help_hint()
-
-
-def _sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return (text or type(error).__name__).removesuffix(".")
 
 
 def _set_environment(environment: dict[str, str | None]) -> None:
@@ -312,12 +263,3 @@ def _set_environment(environment: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def _refuse_strays(found: dict[str, Any]) -> None:
-    script, after = found["training_script"], found["training_script_args"]
-    if script != SCRIPT or after:
-        raise AutotuneError(
-            f"unexpected argument `{script}`",
-            hint="options begin with `--`; put quotes around a value that holds spaces",
-        )

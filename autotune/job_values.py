@@ -13,6 +13,8 @@ from typing import Any
 # Values that are nobody's business but the job's own; exact names, since `eos_token` is no secret.
 SECRET_NAMES = frozenset({"hub_token", "push_to_hub_token", "token", "use_auth_token", "api_key"})
 
+SCRIPT = "script.py"  # stands for TRL's script where accelerate's parser wants one
+
 
 def type_hints(kinds: Iterable[type]) -> dict[str, Any]:
     return {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}

@@ -219,6 +219,7 @@ def test_bf16_that_the_cpu_does_not_have_is_refused(read: Read) -> None:
         ("", ("--model_init_kwargs", "{a: 1}"), "`model_init_kwargs` is no JSON", "--model_init_kwargs '{"),
         ("accelerate_config: nowhere\n", (), "nowhere is neither a file nor a valid config", "`trl sft --help`"),
         ("", ("--accelerate_config",), "`--accelerate_config` is given without a value", "a name or a file"),
+        ("", ("--help",), "`--help` is given", "`trl sft --help`"),
         ("num_machines: many\n", (), "`num_machines`: invalid int value: 'many'", ""),
         ("dataloader_prefetch_factor: 2\n", (), "can only be set when data is loaded", "`dataloader_prefetch_factor`"),
     ],

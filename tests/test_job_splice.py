@@ -199,7 +199,9 @@ def texts(draw: st.DrawFn) -> str:
             indent=indent,
             allow_unicode=draw(st.booleans()),
         )
-        written = written.strip("\n")[1:-1] if flow is True else written.rstrip("\n")
+        written = written.rstrip("\n")
+        if written.startswith("{"):
+            written = written[1:-1]
         if isinstance(value, int | float) and draw(st.booleans()):
             written += draw(st.sampled_from(["  # mine", " #", " # a # b"]))
         lines += [written, *draw(st.lists(st.sampled_from(["", "# a comment", "  # indented"]), max_size=2))]
