@@ -11,6 +11,7 @@ SHELL := /bin/bash
 
 BUDGET ?= 100s
 TESTS ?=
+ARGS ?=
 PYTHON ?= $(shell for each in python3 python3.13 python3.12 python3.11; do \
 	$$each -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$each && break; done)
 
@@ -41,10 +42,10 @@ format: $(INSTALLED_DEV)
 	$(BIN)/ruff check --fix .
 
 bench-trial: $(INSTALLED)
-	$(BIN)/python benchmarks/trial_startup.py
+	$(BIN)/python benchmarks/trial_startup.py $(ARGS)
 
 bench-e2e: $(INSTALLED)
-	$(BIN)/python benchmarks/end_to_end.py
+	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
 install: $(INSTALLED)
 

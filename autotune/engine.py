@@ -17,7 +17,7 @@ import msgspec
 
 from autotune import folder as run_folder
 from autotune.children import Children
-from autotune.deliver import files, wording
+from autotune.deliver import closing, files, wording
 from autotune.errors import AutotuneError, NoTrialFinishedError
 from autotune.events import AnyEvent, EventWriter, Note, RunFinished, RunStarted
 from autotune.folder import Prepared
@@ -127,7 +127,7 @@ def prepare(
             f"this job's launcher sets {different}, which a forked trial cannot take over",
             hint="run again with `--cold`: every trial is then a fresh process",
         )
-    _note(emit, "machine", f"{describe(machine)}   {machine.precision.value}: {machine.precision.reason}")
+    _note(emit, "machine", f"{describe(machine)}   {wording.precision(job, machine)}")
     if len(machine.gpus) > 1:
         _note(emit, "machine", f"{len(machine.gpus)} GPUs are here and one is used: several are not tuned yet")
     for problem in machine.problems:
@@ -163,6 +163,11 @@ def prepare(
         progress=None if progress is None else lambda done, of: progress("reading the data", done, of),
     )
     data = Data(job, lengths)
+    if not data.kept.tokens:
+        raise AutotuneError(
+            f"none of the {lengths.rows:,} rows has a token left that bears loss",
+            hint=f"at `max_length: {data.max_length}` the prompts alone fill every row; TRL would drop them all",
+        )
     _note(emit, "data", wording.data_line(data))
     allowed: frozenset[Grade] = OFFERED | set(options.allowed)
     space = build_space(job, machine, data, allowed=allowed)
@@ -253,21 +258,7 @@ def tune(
         )
     )
     _note(say, "plan", wording.plan_line(plan.space, estimated_seconds(plan), prepared.budget_seconds))
-    setting = Setting(
-        job=job,
-        machine=prepared.machine,
-        model=prepared.model,
-        data=plan.data,
-        space=plan.space,
-        children=children,
-        folder=folder.resolve(),
-        emit=say,
-        budget_seconds=prepared.budget_seconds,
-        trial_limit=prepared.trial_limit,
-        memory_limit_bytes=prepared.memory_limit_bytes,
-        started=started,
-        seed=prepared.seed,
-    )
+    setting = setting_of(plan, folder, children, emit=say, started=started)
     tuner = Tuner(setting, run_folder.results(folder) if resumed else [])
     failure: NoTrialFinishedError | None = None
     try:
@@ -279,12 +270,34 @@ def tune(
         failure, found = error, tuner.found("failed")
     with _not_interrupted():
         run_folder.clean(folder)
+        for topic, text in closing.lines(setting, found, seconds=time.monotonic() - started):
+            _note(say, topic, text)
         last = _deliver(setting, found, folder, seconds=time.monotonic() - started)
         say(last)
         events.close()
     if failure is not None:
         raise failure
     return last
+
+
+def setting_of(plan: Plan, folder: Path, children: Children, *, emit: Listener, started: float) -> Setting:
+    """What a search over the plan is given; its trials are in `folder`."""
+    prepared = plan.prepared
+    return Setting(
+        job=prepared.job,
+        machine=prepared.machine,
+        model=prepared.model,
+        data=plan.data,
+        space=plan.space,
+        children=children,
+        folder=folder.resolve(),
+        emit=emit,
+        budget_seconds=prepared.budget_seconds,
+        trial_limit=prepared.trial_limit,
+        memory_limit_bytes=prepared.memory_limit_bytes,
+        started=started,
+        seed=prepared.seed,
+    )
 
 
 def _deliver(setting: Setting, found: Found, folder: Path, *, seconds: float) -> RunFinished:

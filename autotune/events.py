@@ -18,6 +18,7 @@ PROTOCOL = 1
 
 Outcome = Literal["ok", "oom", "error", "killed", "hung", "pruned", "stopped"]
 RunOutcome = Literal["improved", "kept", "failed", "interrupted"]
+Topic = Literal["job", "machine", "kernels", "data", "plan", "trial", "best", "same", "epoch"]
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=False):
@@ -127,7 +128,7 @@ class BestChanged(Event, frozen=True, tag="best_changed"):
 
 class Note(Event, frozen=True, tag="note"):
     text: str
-    topic: Literal["job", "machine", "kernels", "data", "plan", "trial", "same", "result"] = "plan"
+    topic: Topic = "plan"
 
 
 class RunFinished(Event, frozen=True, tag="run_finished"):

@@ -17,7 +17,6 @@ from autotune.events import (
     TrialFinished,
     TrialStarted,
 )
-from autotune.search.statistics import Estimate
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -62,7 +61,7 @@ class Narrator:
         self._began = time.monotonic()
         self._topic = ""
         self._table = False
-        self._best: int | None = None
+        self._method = ""
 
     def start(self) -> None:
         """Start drawing the bar, where there is a terminal."""
@@ -83,6 +82,7 @@ class Narrator:
                 self._line(event.topic, event.text)
             case RunStarted():
                 self._budget = event.budget_seconds
+                self._method = event.method
             case TrialStarted():
                 self._show(f"#{event.trial} {event.label}", 0, None, self._left())
             case Phase():
@@ -92,7 +92,6 @@ class Narrator:
             case TrialFinished():
                 self._trial(event)
             case BestChanged():
-                self._best = event.trial
                 against = f", {event.ratio:.2f}x yours" if event.ratio else ""
                 self._print(f"{'':5}best so far: #{event.trial}{against}; {self._left()}")
             case RunFinished():
@@ -120,27 +119,25 @@ class Narrator:
             half = (event.rate_interval[1] - event.rate_interval[0]) / 2
             spread = f" +- {wording.rate(half)}"
         against = f"{event.ratio:.2f}x" if event.ratio else "1.00x" if event.trial == 0 else ""
-        self._print(
-            f"{label} {wording.rate(event.rate) + spread:>16}  {wording.gigabytes(event.peak_bytes):>8}  {against:>8}{kind}"
-        )
+        memory = wording.gigabytes(event.peak_bytes)
+        self._print(f"{label} {wording.rate(event.rate) + spread:>16}  {memory:>8}  {against:>8}{kind}")
 
     def _end(self, event: RunFinished) -> None:
         self._progress.stop()
         self._print("")
-        speedup = None
-        if event.speedup is not None and event.speedup_interval is not None:
-            speedup = Estimate(event.speedup, *event.speedup_interval)
         match event.outcome:
             case "failed":
                 self._line("result", "no trial finished")
             case "kept":
                 self._line("result", "yours is kept: nothing beat it beyond the noise")
-            case _ if speedup is None:
+            case "interrupted":
+                self._line("result", "interrupted; this is the best so far")
+            case _ if event.speedup is None:
                 self._line("result", "yours did not run here; this does")
             case _:
-                self._line("result", f"{wording.ratio(speedup)} as fast as yours")
+                self._line("result", f"{event.speedup:.2f}x as fast as yours")
         if event.config is not None:
-            self._line("wrote", event.config)
+            self._line("wrote", f"{event.config}      run it: trl {self._method} --config {event.config}")
 
     def _line(self, topic: str, text: str) -> None:
         shown = topic if topic != self._topic else ""

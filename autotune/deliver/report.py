@@ -7,6 +7,7 @@ from typing import Any
 from autotune.deliver import wording
 from autotune.plan.recipe import Change
 from autotune.plan.space import Candidate
+from autotune.probe.machine import describe
 from autotune.search.setting import Setting
 from autotune.search.tuner import Found, describe_failure
 from autotune.trial.result import TrialResult
@@ -50,17 +51,11 @@ def _job(setting: Setting) -> str:
     job, machine = setting.job, setting.machine
     lines = [
         f"* job: {wording.job_line(job).replace('  ', ' ')}",
-        f"* machine: {wording_machine(setting)}; {machine.precision.value}: {machine.precision.reason}",
+        f"* machine: {describe(machine)}; {wording.precision(job, machine)}",
         f"* data: {wording.data_line(setting.data)}",
     ]
     lines += [f"* added so that it runs here: `{name}: {value}`" for name, value in job.additions.items()]
     return "\n".join(lines)
-
-
-def wording_machine(setting: Setting) -> str:
-    from autotune.probe.machine import describe
-
-    return describe(setting.machine)
 
 
 def _comparison(setting: Setting, found: Found) -> str:
@@ -85,7 +80,8 @@ def _row(name: str, setting: Setting, result: TrialResult, memory: dict[Candidat
     assert result.rate is not None
     epoch = wording.seconds(epoch_seconds(setting, result.candidate, result.rate))
     worst = memory.get(result.candidate, result)
-    return f"| {name}: {result.candidate} | {wording.rate(result.rate)} | {epoch} | {wording.gigabytes(worst.peak_bytes)} |"
+    held = wording.gigabytes(worst.peak_bytes)
+    return f"| {name}: {result.candidate} | {wording.rate(result.rate)} | {epoch} | {held} |"
 
 
 def _changed(changes: list[Change]) -> str:

@@ -19,7 +19,8 @@ from autotune.trial.result import Purpose
 from autotune.trial.runner import Deadlines, Trial, TrialPlan
 
 WORKER = "autotune.trial.worker:run"
-WARM_UP_STEPS = 2  # the first steps allocate; with a compiler in play a search adds to this
+WARM_UP_STEPS = 2  # the first steps allocate
+COMPILE_STEPS = 3  # torch.compile compiles twice, for the first lengths and for varying ones
 
 
 class Setting:
@@ -80,7 +81,7 @@ class Setting:
         *,
         purpose: Purpose,
         passes: int,
-        warm_up_steps: int = WARM_UP_STEPS,
+        warm_up_steps: int | None = None,
         turns: bool = False,
     ) -> Trial:
         """A trial of the candidate on the sample, not started yet."""
@@ -104,12 +105,15 @@ class Setting:
             datasets_cache=str(self.folder / "cache"),
             threads=candidate.threads,
             environment=environment,
-            warm_up_steps=warm_up_steps,
+            warm_up_steps=self._warm_up_steps() if warm_up_steps is None else warm_up_steps,
             passes=passes,
             turns=turns,
             memory_limit_bytes=self.memory_limit_bytes,
         )
         return Trial(plan, folder, self.children, deadlines=self.deadlines, target=self.worker)
+
+    def _warm_up_steps(self) -> int:
+        return WARM_UP_STEPS + (COMPILE_STEPS if self.job.resolved.get("torch_compile") else 0)
 
     def label(self, candidate: Candidate) -> str:
         """How a person calls the candidate."""

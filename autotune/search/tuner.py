@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from autotune.errors import NoTrialFinishedError
-from autotune.events import BestChanged, Note, RunOutcome
+from autotune.events import BestChanged, Note, RunOutcome, Topic
 from autotune.plan import cost
 from autotune.plan.sample import draw_sample
 from autotune.plan.space import GRADES, Candidate
@@ -27,6 +27,7 @@ FEWEST_ROWS = 96  # below this the sample's packing is too far from the data's
 PASS_SHARE = 0.04  # of the budget, for one pass of the baseline
 PATIENCE = 14  # trials in a row without a gain, after which the search ends
 GAIN = 1.01
+SAME_FAILURES = 4
 FINALIST_WITHIN = 0.96  # of the best rate
 MOST_FINALISTS = 2
 CONFIRM_SHARE = 0.35  # of the budget, at most
@@ -147,7 +148,7 @@ class Tuner:
         steps = self._first_pass_steps()
         longest = max(3.0, PASS_SHARE * setting.budget_seconds)
         while True:
-            self._sample = self._draw(steps)
+            self._sample = self.draw(steps)
             result = self._recall(base)
             if result is None:
                 result = measure(
@@ -177,7 +178,7 @@ class Tuner:
         wanted = max(PASS_STEPS, -(-FEWEST_ROWS // rows_a_step))
         return max(1, min(wanted, available))
 
-    def _draw(self, steps: int) -> Sample:
+    def draw(self, steps: int) -> Sample:
         """Draw the documents of the trials and write them into the run folder."""
         setting = self.setting
         arrangement = setting.space.baseline.arrangement
@@ -212,10 +213,19 @@ class Tuner:
         if setting.seconds_left() < self._seconds_to_confirm() + self._seconds_of_a_trial():
             self._note("what is left of the budget goes to the confirmation")
             return False
+        if self._fails_for_one_reason():
+            self._note(f"the first {SAME_FAILURES} trials failed in the same way")
+            return False
         if self._without_gain() >= PATIENCE:
             self._note(f"no gain in the last {PATIENCE} trials")
             return False
         return True
+
+    def _fails_for_one_reason(self) -> bool:
+        """Whether nothing ran and all say the same, memory aside: another setting will not mend that."""
+        failures = {(result.outcome, result.where, result.detail) for result in self.results}
+        alike = len(self.results) >= SAME_FAILURES and len(failures) == 1 and self.best is None
+        return alike and self.results[0].outcome not in ("oom", "stopped")
 
     def _try(self, candidate: Candidate, reason: str) -> None:
         setting = self.setting
@@ -386,8 +396,8 @@ class Tuner:
         failures = [describe_failure(result) for result in self.results]
         return max(set(failures), key=failures.count) if failures else "no trial was started"
 
-    def _note(self, text: str, *, topic: str = "plan") -> None:
-        self.setting.emit(Note(text=text, topic=topic))  # type: ignore[arg-type]
+    def _note(self, text: str, *, topic: Topic = "plan") -> None:
+        self.setting.emit(Note(text=text, topic=topic))
 
 
 def describe_failure(result: TrialResult) -> str:
