@@ -7,6 +7,7 @@ once its newline is there, so a reader never sees half of one and a torn tail af
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,10 +184,16 @@ class EventWriter:
 
     def __init__(self, path: Path) -> None:
         # 0o600: a trial's lines can quote the user's data in an error.
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            os.write(self._descriptor, b"\n")  # a torn tail must not swallow the line that follows it
 
     def write(self, event: AnyEvent) -> None:
-        os.write(self._descriptor, encode_line(event))
+        """Append the event. Raises OSError when the disk is full."""
+        line = encode_line(event)
+        if os.write(self._descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         if self._descriptor >= 0:
