@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -30,6 +31,7 @@ Find the fastest way to run a TRL training on this machine, and write it back as
 
 METHOD and its options are exactly `trl`'s: put `-autotune` after `trl`."""
 
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 LATER_COMMANDS = ("watch", "doctor", "lengths", "profile")
 
 
@@ -59,6 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of stdout is gone: nothing more to say to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        print(f"error: cannot write {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+        print("hint: make room, then go on with `--resume RUN`; what was measured is kept", file=sys.stderr)
+        return 2
 
 
 def _run(given: list[str], started: float) -> int:
@@ -178,7 +186,7 @@ def _auto(namespace: argparse.Namespace, started: float) -> int:
         folder.check_new(options.folder / folder.RUNS / "new")
     listener, narrator = _listener(namespace)
     try:
-        with engine.children_for(options) as (children, options, machine):
+        with engine.ended_by_signals(), engine.children_for(options) as (children, options, machine):
             plan = engine.prepare(
                 options,
                 children,
@@ -208,7 +216,7 @@ def _resume(options: Options, namespace: argparse.Namespace, started: float) -> 
     plan = engine.resume(options)
     listener, narrator = _listener(namespace)
     try:
-        with engine.children_of(plan, cold=options.cold) as children:
+        with engine.ended_by_signals(), engine.children_of(plan, cold=options.cold) as children:
             last = engine.tune(plan, options.resume, children, started=started, emit=listener, resumed=True)
     finally:
         if narrator is not None:

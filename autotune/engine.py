@@ -71,6 +71,11 @@ def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]
     """Start the server in the job's launch environment; its log goes with it."""
     check_method(options.method)
     machine = probe_machine(_with_gpus(os.environ, options.gpus))
+    if options.gpus is not None and machine.backend != "cuda":
+        raise AutotuneError(
+            f"`--gpus {options.gpus}` names no GPU that can be used here",
+            hint="; ".join(problem.what for problem in machine.problems) or "leave it out to tune on the CPU",
+        )
     arguments = list(options.arguments)
     if options.demo and "--config" in arguments:
         raise AutotuneError("`--demo` brings a config of its own", hint="leave out `--demo` or `--config`")
@@ -262,8 +267,7 @@ def tune(
     tuner = Tuner(setting, run_folder.results(folder) if resumed else [])
     failure: NoTrialFinishedError | None = None
     try:
-        with _ended_by_signals():
-            found = tuner.run()
+        found = tuner.run()
     except KeyboardInterrupt:
         found = tuner.found("interrupted")
     except NoTrialFinishedError as error:
@@ -332,8 +336,8 @@ def _with_gpus(environment: Any, gpus: str | None) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and a closed terminal end a run as Ctrl-C does."""
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal end what is inside as Ctrl-C does."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -118,12 +118,17 @@ def profile_of(setting: Setting, found: Found, options: dict[str, Any]) -> Profi
         ),
         evidence=Evidence(
             rate_unit="useful tokens/s",
-            baseline_rate=found.baseline.rate if found.baseline else None,
-            best_rate=found.best.rate if found.best else None,
-            speedup=speedup.value if speedup else None,
-            speedup_interval=(speedup.low, speedup.high) if speedup else None,
+            baseline_rate=_figures(found.baseline.rate) if found.baseline and found.baseline.rate else None,
+            best_rate=_figures(found.best.rate) if found.best and found.best.rate else None,
+            speedup=_figures(speedup.value) if speedup else None,
+            speedup_interval=(_figures(speedup.low), _figures(speedup.high)) if speedup else None,
             trials=len(found.results),
-            gates={gate.name: gate.value if gate.value is not None else gate.detail for gate in found.gates},
+            gates={gate.name: gate.detail if gate.value is None else _figures(gate.value) for gate in found.gates},
         ),
         measured=time.strftime("%Y-%m-%d"),
     )
+
+
+def _figures(value: float) -> float:
+    """Four significant digits: more were not measured."""
+    return float(f"{value:.4g}")

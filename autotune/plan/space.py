@@ -58,7 +58,7 @@ class Candidate(msgspec.Struct, frozen=True):
         if self.threads is not None:
             parts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
         if self.workers:
-            parts.append(f"{self.workers} dataloader worker{'s' if self.workers > 1 else ''}")
+            parts.append(f"{self.workers} worker{'s' if self.workers > 1 else ''}")
         return ", ".join(parts)
 
     def differences(self, other: Candidate) -> int:

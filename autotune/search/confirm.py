@@ -78,6 +78,7 @@ def confirm(
             started(setting, trial, candidate, "in turns with yours" if place else "the reference")
         rounds = 0
         for number in range(1, MOST_ROUNDS + 1):
+            round_began = time.monotonic()
             for arm in arms if number % 2 else reversed(arms):
                 _take_turn(setting, arm, number, fresh=not together)
             if any(arm.failed for arm in arms):
@@ -85,7 +86,8 @@ def confirm(
             rounds = number
             if rounds >= FEWEST_ROUNDS and _sure(arms):
                 break
-            if rounds >= 2 and time.monotonic() > deadline:
+            now = time.monotonic()
+            if rounds >= 2 and now + (now - round_began) > deadline:
                 break
     finally:
         for arm in arms:

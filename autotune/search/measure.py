@@ -13,6 +13,7 @@ from autotune.events import AnyEvent, Finished, Note, Outcome, Step, TrialFinish
 from autotune.plan.space import Candidate
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate, cannot_reach, correction, fit_step_cost, rate_of
+from autotune.trial.load import LoadMeter
 from autotune.trial.result import Pass, TrialResult, passes_of
 from autotune.trial.runner import Trial, to_json
 
@@ -50,15 +51,19 @@ def measure(
     trial = setting.trial(index, candidate, sample.path, purpose="speed", passes=MOST_PASSES)
     started(setting, trial, candidate, reason)
     pruned = False
+    too_long: str | None = None
     try:
         trial.start()
+        load = LoadMeter(trial.pid)
         while trial.running:
+            load.sample()
             said = forward(setting, trial)
             if not said:
                 time.sleep(POLL_SECONDS)
                 continue
             if longest_pass is not None and _foretold_pass(trial, sample) > longest_pass:
                 trial.kill()
+                too_long = f"a pass would take {_foretold_pass(trial, sample):.0f} s"
             elif best is not None and _hopeless(trial, sample, best):
                 pruned = True
                 trial.kill()
@@ -67,6 +72,9 @@ def measure(
     finally:
         trial.kill()
     result = conclude(setting, trial, candidate, pruned=pruned)
+    result = msgspec.structs.replace(result, others_cores=round(load.others(), 2))
+    if too_long is not None:
+        result = msgspec.structs.replace(result, detail=too_long)
     finished(setting, result, baseline_rate)
     return result
 

@@ -52,6 +52,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[float | None, ...] = ()  # of the first steps
     actual_attention: str | None = None
     peak_bytes: int | None = None
+    others_cores: float = 0.0  # cores that other processes kept busy meanwhile
     startup_seconds: float | None = None  # child start to first optimizer step
     step_seconds: float = 0.0  # inside measured and warm-up steps
     seconds: float = 0.0

@@ -117,6 +117,12 @@ class Trial:
         )
 
     @property
+    def pid(self) -> int:
+        """Of the guard, below which everything of the trial runs."""
+        assert self._child is not None
+        return self._child.pid
+
+    @property
     def running(self) -> bool:
         return self.ended is None
 
@@ -233,7 +239,7 @@ def classify_ending(ending: Ending, place: str, log: Path, plan: TrialPlan) -> t
     if ending.signal == 9 and ending.machine_oom_kills > 0:
         return "oom", place, f"the kernel killed it for memory at {ending.peak_resident_bytes / 1e9:.2f} GB"
     if ending.signal is not None:
-        return "killed", place, f"ended by signal {ending.signal}"
+        return "killed", place, ending.by_signal
     return "error", place, f"exit code {ending.exit_code}: {last_error(log)}"
 
 
