@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -29,6 +30,7 @@ from autotune.errors import AutotuneError
 POLL_SECONDS = 0.05
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -41,7 +43,7 @@ class Task(msgspec.Struct, frozen=True):
     target: str
     request: dict[str, Any]
     engine_pid: int
-    engine_started: float
+    engine_started: float  # by `start_of`
     environment: dict[str, str | None] = {}
     working_folder: str | None = None
     memory_limit_bytes: int | None = None
@@ -55,6 +57,12 @@ class Ending(msgspec.Struct, frozen=True):
     over_memory_limit: bool = False
     peak_resident_bytes: int = 0
     machine_oom_kills: int = 0
+
+    @property
+    def by_signal(self) -> str:
+        """In words, as "ended by signal 11 (Segmentation fault)"."""
+        assert self.signal is not None
+        return f"ended by signal {self.signal} ({signal.strsignal(self.signal)})"
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -78,7 +86,7 @@ def run(folder_name: str) -> None:
     if os.getpgrp() != os.getpid():
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to answer
-    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(folder / "output.log", LOG_FLAGS, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -88,6 +96,7 @@ def run(folder_name: str) -> None:
     worker_pid = os.fork()
     if worker_pid == 0:
         _be_the_worker(task, folder, guard_pid)
+    signal.signal(signal.SIGTERM, lambda *_: _kill(worker_pid))  # end in good order: nothing may be left
     ending = _watch(worker_pid, task)
     _end_descendants()
     ending = msgspec.structs.replace(ending, machine_oom_kills=_machine_oom_kills() - oom_kills_before)
@@ -118,13 +127,10 @@ def _watch(worker_pid: int, task: Task) -> Ending:
             resident = 0
         peak = max(peak, resident)
         over_limit = task.memory_limit_bytes is not None and resident > task.memory_limit_bytes
-        if over_limit or not _engine_lives(task):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker_pid, signal.SIGKILL)
+        if over_limit or start_of(task.engine_pid) != task.engine_started:
+            _kill(worker_pid)
             _, status = os.waitpid(worker_pid, 0)
-            return Ending(
-                exit_code=None, signal=signal.SIGKILL, over_memory_limit=over_limit, peak_resident_bytes=peak
-            )
+            return Ending(exit_code=None, signal=signal.SIGKILL, over_memory_limit=over_limit, peak_resident_bytes=peak)
         end_is_near()
 
 
@@ -137,12 +143,28 @@ def _poller_of_end(pid: int) -> Callable[[], object]:
     return functools.partial(poll.poll, POLL_SECONDS * 1000)
 
 
-def _engine_lives(task: Task) -> bool:
+def start_of(pid: int) -> float | None:
+    """When a process was started, which tells it from a later one of the same number; None once it has ended.
+
+    On Linux in clock ticks since the machine's own start (proc(5), field 22), which setting the clock does not change.
+    """
+    if sys.platform != "linux":
+        try:
+            process = psutil.Process(pid)
+            return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+        except psutil.Error:
+            return None
     try:
-        # the start time tells the engine from a later process that got its number
-        return abs(psutil.Process(task.engine_pid).create_time() - task.engine_started) < 1.0
-    except psutil.Error:
-        return False
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else float(fields[19])  # Z: ended, and its parent has not asked yet
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _end_descendants() -> None:
@@ -169,6 +191,9 @@ def _be_the_worker(task: Task, folder: Path, guard_pid: int) -> NoReturn:
         if os.getppid() != guard_pid:  # the guard died before the line above
             os._exit(code)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # dataloader workers are to start as they do under plain `trl`: `multiprocessing` makes its children start
+        # theirs as they were started, from a fork server that would have to import everything again (4 s each)
+        multiprocessing.set_start_method(None, force=True)
         for name, value in task.environment.items():
             if value is None:
                 os.environ.pop(name, None)

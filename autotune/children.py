@@ -26,9 +26,10 @@ import msgspec
 import psutil
 
 from autotune import errors
-from autotune.child import Ending, Task, write_whole
+from autotune.child import LOG_FLAGS, Ending, Task, start_of, write_whole
 
 WAIT_SECONDS = 0.02
+KILL_SECONDS = 10.0  # a process that is deep in the kernel takes its time to die
 
 # What every child gets, whatever the job says.
 CHILD_ENVIRONMENT: dict[str, str] = {
@@ -50,7 +51,7 @@ class Child:
     def __init__(self, handle: multiprocessing.process.BaseProcess | subprocess.Popen[bytes], folder: Path) -> None:
         self._handle = handle
         self.folder = folder
-        self.started = time.monotonic()
+        self._guard_started = start_of(self.pid)
 
     @property
     def pid(self) -> int:
@@ -61,7 +62,11 @@ class Child:
     def alive(self) -> bool:
         if isinstance(self._handle, subprocess.Popen):
             return self._handle.poll() is None
-        return self._handle.is_alive()
+        # without its server, which knows of its children's ends, every child seems to have ended
+        return self._handle.is_alive() or self._guard_lives()
+
+    def _guard_lives(self) -> bool:
+        return self._guard_started is not None and start_of(self.pid) == self._guard_started
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end; True when it has ended."""
@@ -75,16 +80,20 @@ class Child:
     def kill(self) -> None:
         """End the guard, the worker and all they started. Returns when they are gone."""
         if self.alive():
-            descendants = _descendants(self.pid)
-            for pid in (*descendants, self.pid):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self.wait(10.0)
-            _wait_gone(descendants)
+                # to the guard, which ends what is below it: it also inherits whatever has lost its parent
+                os.kill(self.pid, signal.SIGTERM)
+            if not self.wait(KILL_SECONDS):
+                self._kill_from_outside()
         if isinstance(self._handle, multiprocessing.process.BaseProcess):
             self._handle.join(1.0)
+
+    def _kill_from_outside(self) -> None:
+        """For a guard that does not answer, as one that was stopped."""
+        for pid in (self.pid, *_descendants(self.pid)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait(KILL_SECONDS)
 
     def ending(self) -> Ending:
         """How the worker ended. A guard that was itself killed leaves an ending that says so."""
@@ -99,8 +108,8 @@ class Child:
             reply = json.loads((self.folder / "reply.json").read_bytes())
         except FileNotFoundError:
             raise ChildError(
-                f"a helper process ended without an answer: {last_error(self.folder / 'output.log')}",
-                hint="the whole output is in the log; run again with `--cold` to start every process afresh",
+                f"a helper process ended without an answer: {self._cause()}",
+                hint="run again with `--cold`, which starts every process afresh",
             ) from None
         if "error" in reply:
             failure = reply["error"]
@@ -108,12 +117,18 @@ class Child:
             raise kind(failure["what"], hint=failure["hint"])
         return reply["value"]
 
+    def _cause(self) -> str:
+        said = last_error(self.folder / "output.log")
+        ending = self.ending()
+        return said if ending.signal is None else f"{ending.by_signal}; {said}"
+
 
 class Children:
     """Starts children in one environment.
 
     `environment` is what libraries read when they are imported, so it is fixed for the life of the server; what
     differs from child to child is given with each. With `cold` every child is a fresh process (about 5 s each).
+    `multiprocessing` has one server in a process, so only one of these may be open at a time, unless it is cold.
     """
 
     def __init__(self, environment: Mapping[str, str], *, log: Path, cold: bool = False) -> None:
@@ -121,7 +136,6 @@ class Children:
         self.cold = cold
         self._log = log
         self._running = False
-        self._engine_started = psutil.Process().create_time()
 
     def __enter__(self) -> Children:
         self.start()
@@ -133,8 +147,8 @@ class Children:
         self.close()
 
     def start(self) -> None:
-        """Start the server. Returns at once: it imports TRL while the engine goes on."""
-        if self.cold or self._running:
+        """Start the server, also in place of one that was killed. Returns at once: it imports TRL meanwhile."""
+        if self.cold or (self._running and _server_lives()):
             return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["autotune.preload"])
@@ -153,26 +167,30 @@ class Children:
         memory_limit_bytes: int | None = None,
     ) -> Child:
         """Start `target` (`module:function`) in a child whose files are in `folder`, which exists."""
+        engine_started = start_of(os.getpid())
+        assert engine_started is not None
         task = Task(
             target=target,
             request=request,
             engine_pid=os.getpid(),
-            engine_started=self._engine_started,
+            engine_started=engine_started,
             environment=dict(environment or {}),
             working_folder=str(working_folder) if working_folder else None,
             memory_limit_bytes=memory_limit_bytes,
         )
         write_whole(folder / "task.json", msgspec.json.encode(task))
-        if self.cold:
-            return Child(self._spawn_fresh(folder), folder)
+        return Child(self._spawn_fresh(folder) if self.cold else self._fork(folder), folder)
+
+    def _fork(self, folder: Path) -> multiprocessing.process.BaseProcess:
         self.start()
         context = multiprocessing.get_context("forkserver")
         process = context.Process(target=_guard, args=(str(folder),), daemon=False)
         process.start()
-        return Child(process, folder)
+        return process
 
     def _spawn_fresh(self, folder: Path) -> subprocess.Popen[bytes]:
-        with (folder / "output.log").open("ab") as log:
+        log = os.open(folder / "output.log", LOG_FLAGS, 0o600)
+        try:
             return subprocess.Popen(
                 [sys.executable, "-m", "autotune.child", str(folder)],
                 env={**self.environment},
@@ -181,6 +199,8 @@ class Children:
                 stderr=log,
                 start_new_session=True,
             )
+        finally:
+            os.close(log)
 
     def call(
         self,
@@ -203,8 +223,9 @@ class Children:
             deadline = time.monotonic() + deadline_seconds
             while child.alive():
                 if time.monotonic() > deadline:
+                    module = target.split(":", maxsplit=1)[0].rsplit(".", 1)[-1]
                     raise ChildError(
-                        f"`{target.split(':')[0].rsplit('.', 1)[-1]}` was not done in {deadline_seconds:.0f} s",
+                        f"`{module}` was not done in {deadline_seconds:.0f} s",
                         hint="a slow disk or network share can cause this; try again",
                     )
                 if while_waiting is not None:
@@ -219,6 +240,9 @@ class Children:
     def close(self) -> None:
         """Stop the server. `multiprocessing` has no public call for it, and left running it holds half a gigabyte."""
         if self._running:
+            for process in multiprocessing.active_children():
+                process.terminate()  # one whose start was interrupted: at exit, `multiprocessing` waits for each
+                process.join(KILL_SECONDS)
             forkserver._forkserver._stop()  # type: ignore[attr-defined]
             self._running = False
 
@@ -253,10 +277,9 @@ def _descendants(pid: int) -> list[int]:
         return []
 
 
-def _wait_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline and any(psutil.pid_exists(pid) for pid in pids):
-        time.sleep(0.005)
+def _server_lives() -> bool:
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid is not None and start_of(pid) is not None
 
 
 @contextlib.contextmanager
@@ -276,7 +299,7 @@ def _output_to(log: Path) -> Iterator[None]:
     """Point file descriptors 1 and 2 at `log` while a process that inherits them is started."""
     sys.stdout.flush()
     sys.stderr.flush()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = os.open(log, LOG_FLAGS, 0o600)
     kept = os.dup(1), os.dup(2)
     try:
         os.dup2(descriptor, 1)
