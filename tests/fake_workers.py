@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import AutotuneError, NotYetError
+from autotune.events import PROTOCOL, EventWriter, Finished, Hello, Outcome, PassEnd, Phase, Step
+from autotune.trial import worker
 
 Request = dict[str, Any]
 
@@ -111,3 +113,171 @@ def leave_processes(request: Request, folder: Path) -> str:
         signal.signal(number, signal.SIG_IGN)
     time.sleep(request["seconds"])
     return "left two behind"
+
+
+# --- workers of trials --------------------------------------------------------------------------------------------
+
+
+class Voice:
+    """Says what a worker says."""
+
+    def __init__(self, request: Request, folder: Path) -> None:
+        self.events = EventWriter(folder / "events.jsonl")
+        self.began = request["started"]
+
+    def enter(self, phase: Any) -> None:
+        self.events.write(Phase(phase=phase, seconds=time.monotonic() - self.began))
+
+    def hello(self, attention: str = "sdpa") -> None:
+        self.events.write(
+            Hello(
+                protocol=PROTOCOL,
+                pid=os.getpid(),
+                versions={},
+                requested_attention=attention,
+                actual_attention=attention,
+            )
+        )
+
+    def step(self, pass_index: int, step: int, *, seconds: float = 0.1, tokens: int = 100) -> None:
+        self.events.write(
+            Step(
+                pass_index=pass_index,
+                step=step,
+                seconds=seconds,
+                micro_batches=2,
+                useful_tokens=tokens,
+                padding_tokens=0,
+                loss=2.0,
+            )
+        )
+
+    def finish(self, outcome: Any, where: str | None = None, detail: str | None = None) -> None:
+        self.events.write(Finished(outcome=outcome, where=where, detail=detail, peak_bytes=None))
+
+    def until_first_step(self) -> None:
+        for phase in ("start", "load_model", "prepare_data", "first_step"):
+            self.enter(phase)
+            if phase == "load_model":
+                self.hello()
+
+
+def trial_that_works(request: Request, _folder: Path) -> None:
+    voice = Voice(request, _folder)
+    print("from the worker, on stdout", flush=True)
+    print("from the worker, on stderr", file=sys.stderr, flush=True)
+    voice.until_first_step()
+    for step in range(request["warm_up_steps"]):
+        voice.step(0, step)
+    voice.enter("measure")
+    for pass_index in range(1, request["passes"] + 1):
+        for step in range(3):
+            voice.step(pass_index, step)
+        voice.events.write(PassEnd(pass_index=pass_index))
+    voice.finish("ok")
+
+
+def trial_out_of_memory(request: Request, folder: Path) -> Any:
+    """The real worker's own account of an error that a training raises in the backward pass."""
+
+    def backward() -> None:
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …\nand more")
+
+    def train(request: Request, folder: Path, events: EventWriter) -> Outcome:
+        events.write(Phase(phase="first_step", seconds=0.0))
+        backward()
+        return "ok"
+
+    worker._train = train
+    return worker.run(request, folder)
+
+
+def trial_killed_in_a_step(request: Request, folder: Path) -> None:
+    voice = Voice(request, folder)
+    voice.until_first_step()
+    voice.step(0, 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trial_segfault_at_load(request: Request, folder: Path) -> None:
+    Voice(request, folder).enter("load_model")
+    ctypes.string_at(0)
+
+
+def trial_hangs_in_first_step(request: Request, folder: Path) -> None:
+    Voice(request, folder).until_first_step()
+    leave_processes({"seconds": 600}, folder)
+
+
+def trial_hangs_after_a_step(request: Request, folder: Path) -> None:
+    voice = Voice(request, folder)
+    voice.until_first_step()
+    voice.step(0, 0, seconds=0.01)
+    leave_processes({"seconds": 600}, folder)
+
+
+def trial_long_step(request: Request, folder: Path) -> None:
+    """A step that said to have taken 0.1 s, then silence of 0.8 s, then the end."""
+    voice = Voice(request, folder)
+    voice.until_first_step()
+    voice.step(0, 0, seconds=0.1)
+    time.sleep(0.8)
+    voice.finish("ok")
+
+
+def trial_torn(request: Request, folder: Path) -> None:
+    voice = Voice(request, folder)
+    voice.until_first_step()
+    voice.step(0, 0)
+    os.write(voice.events._descriptor, b'{"kind":"step","pass_index":0,"ste')
+    os._exit(3)
+
+
+def trial_exit_3(request: Request, folder: Path) -> None:
+    Voice(request, folder).enter("prepare_data")
+    os._exit(3)
+
+
+def trial_traceback(request: Request, folder: Path) -> None:
+    Voice(request, folder).enter("prepare_data")
+    print("WARNING: an error that is none")
+    raise KeyError("text")
+
+
+def trial_holds_memory(request: Request, folder: Path) -> None:
+    Voice(request, folder).until_first_step()
+    hold({"bytes": 900_000_000, "seconds": 60}, folder)
+
+
+def trial_slow_start(request: Request, folder: Path) -> None:
+    time.sleep(0.8)
+    voice = Voice(request, folder)
+    voice.enter("start")
+    voice.finish("ok")
+
+
+def trial_crashes_after_its_end(request: Request, folder: Path) -> None:
+    trial_that_works(request, folder)
+    ctypes.string_at(0)
+
+
+def trial_that_stops_when_asked(request: Request, folder: Path) -> None:
+    voice = Voice(request, folder)
+    voice.until_first_step()
+    step = 0
+    while not (folder / "stop").exists():
+        voice.step(0, step)
+        step += 1
+        time.sleep(0.02)
+    voice.finish("stopped")
+
+
+def trial_that_waits(request: Request, folder: Path) -> None:
+    """One pass, then it waits for a turn that does not come."""
+    voice = Voice(request, folder)
+    voice.until_first_step()
+    voice.step(1, 0)
+    voice.events.write(PassEnd(pass_index=1))
+    time.sleep(600)

@@ -72,7 +72,8 @@ class Trial:
         self._reader = EventReader(folder / "events.jsonl")
         self._sign_of_life = self.started
         self._waiting = False
-        self._hung = False
+        self._silent_seconds: float | None = None  # when it was ended for that
+        self._stepped = False  # this child, not one it took over from
         self._stopped = False
         self._passes_before = 0
 
@@ -84,6 +85,8 @@ class Trial:
         self.hello = earlier.hello
         self._passes_before = max(self.ended_passes, default=0)
         self._reader = earlier._reader
+        for _ in self._reader.read():  # what the earlier child said while it was ended is not this one's
+            pass
 
     def start(self) -> None:
         """Write the trial's files and start its child."""
@@ -126,10 +129,6 @@ class Trial:
     def running(self) -> bool:
         return self.ended is None
 
-    @property
-    def waiting_for_turn(self) -> bool:
-        return self._waiting
-
     def poll(self) -> list[AnyEvent]:
         """What the worker has said since the last call; ends the trial when its child has ended or is overdue."""
         assert self._child is not None
@@ -141,6 +140,7 @@ class Trial:
                 case Step():
                     self.steps.append(self._counted_on(event))
                     self._waiting = False
+                    self._stepped = True
                     if self.first_step_at is None:
                         self.first_step_at = time.monotonic() - event.seconds
                 case PassEnd():
@@ -156,7 +156,7 @@ class Trial:
         if not alive:
             self._end()
         elif self._overdue():
-            self._hung = True
+            self._silent_seconds = time.monotonic() - self._sign_of_life
             self._child.kill()
             new += self._reader.read()
             self._end()
@@ -187,11 +187,12 @@ class Trial:
     def result_outcome(self) -> tuple[Outcome, str | None, str | None]:
         """Outcome from the closed set, where, and what was said."""
         assert self._child is not None
-        if self._hung:
-            silent = time.monotonic() - self._sign_of_life
-            return "hung", self.phase, f"no sign of life for {silent:.0f} s in {self.phase}"
+        if self._silent_seconds is not None:
+            return "hung", self.phase, f"no sign of life for {self._silent_seconds:.0f} s in {self.phase}"
         if self.finished is not None:
-            return self.finished.outcome, self.finished.where or self._place(), self.finished.detail
+            failed = self.finished.outcome not in ("ok", "stopped")
+            where = (self.finished.where or self._place()) if failed else None
+            return self.finished.outcome, where, self.finished.detail
         if self._stopped:
             return "stopped", self.phase, None
         return classify_ending(self._child.ending(), self._place(), self.folder / "output.log", self.plan)
@@ -220,7 +221,7 @@ class Trial:
             return False
         silent = time.monotonic() - self._sign_of_life
         limits = self._deadlines
-        if self.phase == "measure" or self.steps:
+        if self.phase == "measure" or self._stepped:
             slowest = max((step.seconds for step in self.steps), default=0.0)
             return silent > max(limits.step, limits.step_factor * slowest)
         allowed: float = getattr(limits, self.phase)

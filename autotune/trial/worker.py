@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def timed(
             )
             self.add_callback(Stopwatch(self))
             self.losses: list[Any] = []
+            self.grad_norm: Any = None
             self.positions = 0
             self.micro_batches = 0
 
@@ -122,6 +124,11 @@ def timed(
             self.losses.append(loss.detach())
             return loss
 
+        def _get_grad_norm(self, *positional: Any, **named: Any) -> Any:
+            # a log tells it too, but after the step's end and not for every step
+            self.grad_norm = super()._get_grad_norm(*positional, **named)
+            return self.grad_norm
+
     class Stopwatch(transformers.TrainerCallback):  # type: ignore[misc]
         """Times each optimizer step from the end of the one before, so that waiting for data counts."""
 
@@ -131,7 +138,6 @@ def timed(
             self.step = 0
             self.last_end = 0.0
             self.tokens = 0
-            self.grad_norm: float | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if torch.cuda.is_available():
@@ -167,13 +173,14 @@ def timed(
                     useful_tokens=useful,
                     padding_tokens=trainer.positions - useful,
                     loss=float(torch.stack(trainer.losses).sum()),
-                    grad_norm=self.grad_norm,
+                    grad_norm=None if trainer.grad_norm is None else float(trainer.grad_norm),
                     peak_bytes=peak_bytes(),
                 )
             )
             self.tokens += useful
             trainer.positions = trainer.micro_batches = 0
             trainer.losses.clear()
+            trainer.grad_norm = None
             self.step += 1
             if (folder / "stop").exists():
                 raise TrialOver("stopped")
@@ -182,10 +189,6 @@ def timed(
                     raise TrialOver("ok")
                 control.should_epoch_stop = True
             self.last_end = time.perf_counter()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            norm = (logs or {}).get("grad_norm")
-            self.grad_norm = float(norm) if norm is not None else None
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if self.pass_index > 0:
@@ -210,11 +213,11 @@ def timed(
 
 
 def classify(error: BaseException) -> tuple[Outcome, str | None, str]:
-    """Outcome, where it happened, and the first line of what was said."""
-    import torch
-
-    said = (str(error).strip().splitlines() or [""])[0]
-    detail = f"{type(error).__name__}: {said}"[:500]
+    """Outcome, where it happened, and the first line of what was said; of the memory that ran out, where an error
+    was raised because of that."""
+    told = next((one for one in _with_causes(error) if _says_out_of_memory(one)), None)
+    said = (str(told or error).strip().splitlines() or [""])[0]
+    detail = f"{type(told or error).__name__}: {said}"[:500]
     frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     where = next(
         (
@@ -230,12 +233,24 @@ def classify(error: BaseException) -> tuple[Outcome, str | None, str]:
         ),
         None,
     )
-    out_of_memory = (
+    return ("oom" if told is not None else "error"), where, detail
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ if error.__suppress_context__ else error.__context__
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    return (
         isinstance(error, torch.OutOfMemoryError | MemoryError)
         or type(error).__name__ == "OutOfResources"
         or any(words in str(error) for words in OUT_OF_MEMORY_WORDS)
     )
-    return ("oom" if out_of_memory else "error"), where, detail
 
 
 def peak_bytes() -> int:
