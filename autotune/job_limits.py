@@ -56,3 +56,17 @@ def check_model_and_data(resolved: dict[str, Any]) -> None:
             f"the model folder `{model}` {what}",
             hint=f"relative paths start from `{Path.cwd()}`; give a model's folder",
         )
+
+
+def check_packing(resolved: dict[str, Any]) -> None:
+    """Say at once what TRL's trainer says when model and data are loaded (trl 1.16, `SFTTrainer`)."""
+    if resolved.get("packing") and resolved.get("max_length") is None:
+        raise AutotuneError(
+            "`packing: true` needs a `max_length`, and yours is null: TRL refuses to start",
+            hint="write how long a packed row may be, as `max_length: 1024`",
+        )
+    if resolved.get("padding_free") and not resolved.get("packing") and resolved.get("max_length") is not None:
+        raise AutotuneError(
+            f"`padding_free: true` with `max_length: {resolved['max_length']}`, which TRL refuses without `packing`",
+            hint="write `max_length: null`, or `packing: true`",
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import AutotuneError
-from autotune.job_limits import check_model_and_data, refuse_not_yet
+from autotune.job_limits import check_model_and_data, check_packing, refuse_not_yet
 from autotune.job_refusals import Refusals, refuse_strays
 from autotune.job_values import SCRIPT, fits, is_jsonable, jsonable, shown, takes, type_hints, without_secrets
 
@@ -56,6 +56,7 @@ class _Parse:
         launch_arguments, launch_environment = self.launch(from_file + from_command_line, environment_before)
         refuse_not_yet(resolved, launch_arguments)
         check_model_and_data(resolved)
+        check_packing(resolved)
         return {
             "file_options": without_secrets(jsonable(file_options)),
             "command_line": without_secrets(command_line),
