@@ -27,6 +27,11 @@ def checkpointing_option(resolved: dict[str, Any]) -> str:
     return "activation_checkpointing" if "activation_checkpointing" in resolved else "gradient_checkpointing"
 
 
+def evaluates(job: Job) -> bool:
+    """Whether the job evaluates while it trains."""
+    return str(job.resolved.get("eval_strategy", "no")) != "no"
+
+
 def changes(job: Job, space: Space, candidate: Candidate) -> list[Change]:
     """The options that turn the job into the candidate, each with grade and reason; empty for the baseline."""
     changed: list[Change] = []
@@ -60,9 +65,10 @@ def _options(job: Job, candidate: Candidate) -> dict[str, dict[str, Any]]:
     if arrangement.packed:
         layout["packing_strategy"] = arrangement.name
         layout["max_length"] = arrangement.row_length
-    if resolved.get("eval_strategy", "no") != "no" and resolved.get("eval_packing") is None:
+    pins_evaluation = evaluates(job) and resolved.get("eval_packing") is None
+    if arrangement.packed and not resolved["packing"] and pins_evaluation:
         # left unset it follows `packing`, and the evaluation loss would no longer compare with the user's others
-        layout["eval_packing"] = bool(resolved.get("packing"))
+        layout["eval_packing"] = False
     if arrangement.name == "batch_rebalance":
         layout["train_sampling_strategy"] = "batch_rebalance"
     elif resolved.get("train_sampling_strategy") == "batch_rebalance":
@@ -87,14 +93,19 @@ def trial_options(*, sample: str, workers: int, output_folder: str) -> dict[str,
     options: dict[str, Any] = {
         "dataset_name": None,
         "dataset_config": None,
+        "dataset_train_split": "train",
         "datasets": [{"path": "parquet", "data_files": sample, "split": "train"}],
         "test_split_size": None,
         "output_dir": output_folder,
         "num_train_epochs": 1_000_000,
         "max_steps": -1,
+        "auto_find_batch_size": False,  # a trial is the candidate it says it is
         "warmup_steps": 0,
+        "lr_scheduler_type": "constant",  # some of the others ask for an evaluation
+        "lr_scheduler_kwargs": None,
         "save_strategy": "no",
         "eval_strategy": "no",
+        "eval_on_start": False,
         "do_eval": False,
         "load_best_model_at_end": False,
         "report_to": "none",
