@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -10,8 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import yaml
+
 from autotune.errors import AutotuneError, NotYetError
-from autotune.events import PROTOCOL, EventWriter, Finished, Hello, Outcome, PassEnd, Phase, Step
+from autotune.events import PROTOCOL, EventWriter, Finished, Hello, Outcome, PassEnd, Phase, Step, encode_line
 from autotune.trial import worker
 
 Request = dict[str, Any]
@@ -281,3 +285,54 @@ def trial_that_waits(request: Request, folder: Path) -> None:
     voice.step(1, 0)
     voice.events.write(PassEnd(pass_index=1))
     time.sleep(600)
+
+
+def trial_by_table(request: Request, folder: Path) -> None:
+    """What `table.json` of the run says of the options in this trial's own YAML.
+
+    A rule is `{"if": {option: value}, …}`; all that fit count: `seconds` is a factor of the step's seconds, `fail` an
+    outcome with `where` and `detail`, `pause` real seconds before the first pass, `attention` what ran instead, `loss`
+    the loss. `when` limits a rule to trials for speed, confirm or memory.
+    """
+    options = yaml.safe_load(Path(request["config"]).read_text())
+    purpose = "memory" if request["passes"] == 0 else "confirm" if request["turns"] else "speed"
+    table = json.loads((folder.parent / "table.json").read_text())
+    seconds, pause, loss, attention = table["seconds"], 0.0, 2.0, options["attn_implementation"]
+    voice = Voice(request, folder)
+    for rule in table["rules"]:
+        fits = all(options.get(name) == value for name, value in rule.get("if", {}).items())
+        if not fits or rule.get("when", purpose) != purpose:
+            continue
+        if "fail" in rule:
+            voice.finish(rule["fail"], rule.get("where"), rule.get("detail"))
+            return
+        seconds *= rule.get("seconds", 1.0)
+        pause += rule.get("pause", 0.0)
+        loss = rule.get("loss", loss)
+        attention = rule.get("attention", attention)
+    voice.hello(attention)
+    sample = Path(options["datasets"][0]["data_files"]).stem
+    steps = int(sample.removeprefix("sample-")) // table["rows_a_step"] if purpose != "memory" else 3
+
+    def run(pass_index: int, count: int) -> bytes:
+        step = Step(pass_index, 0, seconds, 2, 256, 0, loss, peak_bytes=10**8)
+        return b"".join(encode_line(msgspec.structs.replace(step, step=number)) for number in range(count))
+
+    os.write(voice.events._descriptor, run(0, request["warm_up_steps"]))
+    time.sleep(pause)
+    ready = b""
+    for pass_index in range(1, request["passes"] + 1):
+        while request["turns"] and _turns(folder) < pass_index:
+            time.sleep(0.005)
+        ready += run(pass_index, steps) + encode_line(PassEnd(pass_index=pass_index))
+        if request["turns"]:
+            os.write(voice.events._descriptor, ready)
+            ready = b""
+    os.write(voice.events._descriptor, ready + encode_line(Finished(outcome="ok", peak_bytes=10**8)))
+
+
+def _turns(folder: Path) -> int:
+    try:
+        return int((folder / "turns").read_text())
+    except FileNotFoundError:
+        return 0

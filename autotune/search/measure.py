@@ -72,7 +72,7 @@ def measure(
     finally:
         trial.kill()
     result = conclude(setting, trial, candidate, pruned=pruned)
-    result = msgspec.structs.replace(result, others_cores=round(load.others(), 2))
+    result = msgspec.structs.replace(result, others_cores=round(load.others(), 2), pass_steps=sample.steps)
     if too_long is not None:
         result = msgspec.structs.replace(result, detail=too_long)
     finished(setting, result, baseline_rate)
@@ -202,9 +202,9 @@ def _no_rate(detail: str | None) -> tuple[Outcome, str]:
 
 
 def _foretold_pass(trial: Trial, sample: Sample) -> float:
-    """Seconds a pass will take, from the steps so far (the first, which allocates, left out where there are more)."""
+    """Seconds a pass will take, from the last step of the warm-up: those before it allocate and compile."""
     steps = [step for step in trial.steps if step.pass_index == 0]
-    if len(steps) < 2 or any(step.pass_index > 0 for step in trial.steps):
+    if len(steps) < trial.plan.warm_up_steps or any(step.pass_index > 0 for step in trial.steps):
         return 0.0
     return steps[-1].seconds * sample.steps
 

@@ -144,16 +144,18 @@ class Tuner:
                 self._try(*proposal)
         finally:
             self._search_seconds = time.monotonic() - began
-        if self.best is None:
-            raise NoTrialFinishedError(
-                f"none of {len(self.results)} trials finished; most often: {self._commonest_failure()}",
-                hint=f"the logs are in {setting.folder}/trial-*/output.log",
-            )
         began = time.monotonic()
         try:
             self._confirm()
         finally:
             self._confirm_seconds = time.monotonic() - began
+        if self.best is None:
+            trials = len(self.results)
+            none = f"none of {trials} trials finished; most often" if trials > 1 else "the only trial did not finish"
+            raise NoTrialFinishedError(
+                f"{none}: {self._commonest_failure()}",
+                hint=f"the logs are in {setting.folder}/trial-*/output.log",
+            )
         return self.found()
 
     def _run_baseline(self) -> None:
@@ -171,6 +173,8 @@ class Tuner:
                     longest_pass=longest if self._sample.steps > FEWEST_PASS_STEPS else None,
                 )
             if result.outcome != "stopped":
+                if result.pass_steps != self._sample.steps:  # recalled: an interrupted search had settled on fewer
+                    self._sample = self.draw(result.pass_steps)
                 break
             seconds = result.step_seconds / max(1, len(result.losses))
             steps = max(FEWEST_PASS_STEPS, min(steps // 2, int(longest / max(seconds, 1e-6))))
@@ -339,9 +343,8 @@ class Tuner:
         assert self._sample is not None
         base = setting.space.baseline
         baseline = self.baseline
-        dropped: set[Candidate] = set()
         while True:
-            finalists = self._finalists(dropped)
+            finalists = self._finalists()
             if not finalists:
                 return
             seconds = setting.seconds_left() - self._seconds_to_check()
@@ -355,8 +358,8 @@ class Tuner:
             )
             failed = {candidate for candidate, result in confirmed.results.items() if result.rate is None}
             if failed - {reference}:
-                dropped |= failed
-                self._note(f"{len(failed)} finalist(s) did not run again and are out", topic="same")
+                for candidate in failed - {reference}:
+                    self._drop(candidate, f"did not run again: {describe_failure(confirmed.results[candidate])}")
                 continue
             self._confirmed = confirmed if baseline is not None else None
             winner = self.found().winner
@@ -364,22 +367,23 @@ class Tuner:
             if all(gate.passed for gate in gates):
                 self._gates = gates
                 return
-            for gate in gates:
-                if not gate.passed:
-                    self._note(f"{setting.label(winner)} is out: {gate.name}: {gate.detail}", topic="same")
-            dropped.add(winner)
-            self.results = [
-                msgspec.structs.replace(one, rate=None, outcome="error", detail="failed a check")
-                if one.candidate == winner
-                else one
-                for one in self.results
-            ]
+            self._drop(winner, "; ".join(f"{gate.name}: {gate.detail}" for gate in gates if not gate.passed))
             self._confirmed = None
 
-    def _finalists(self, dropped: set[Candidate]) -> list[TrialResult]:
+    def _drop(self, candidate: Candidate, why: str) -> None:
+        """Take a candidate's score away, so that it can be neither the winner nor the best so far."""
+        self._note(f"{self.setting.label(candidate)} is out: {why}", topic="same")
+        self.results = [
+            msgspec.structs.replace(one, rate=None, rate_interval=None, outcome="error", detail=why)
+            if one.candidate == candidate
+            else one
+            for one in self.results
+        ]
+
+    def _finalists(self) -> list[TrialResult]:
         """The fastest and those within reach of it; between near equals the safer grade and fewer changes first."""
         space = self.setting.space
-        rated = [one for one in self.results if one.rate and one.candidate not in dropped]
+        rated = [one for one in self.results if one.rate]
         if self.baseline is not None:
             rated = [one for one in rated if one.candidate != space.baseline]
         if not rated:

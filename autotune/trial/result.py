@@ -48,6 +48,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = None
     rate_interval: tuple[float, float] | None = None
     partial_rate: float | None = None  # of a pruned trial: as far as it came
+    pass_steps: int = 0  # optimizer steps of the baseline in a pass over the documents of this trial
     passes: tuple[Pass, ...] = ()
     losses: tuple[float | None, ...] = ()  # of the first steps
     actual_attention: str | None = None
