@@ -238,6 +238,10 @@ def test_a_step_keeps_its_rows_in_exact_arrangements_and_its_tokens_in_regrouped
             )
 
 
+def rows_of(candidate: Candidate) -> int:
+    return candidate.arrangement.micro_batch * candidate.arrangement.accumulation
+
+
 @pytest.mark.parametrize("options", JOBS.values(), ids=JOBS)
 def test_changes_carry_the_grade_and_the_reason_of_their_choice(options: str, read: Read) -> None:
     job = read(options)
@@ -245,7 +249,11 @@ def test_changes_carry_the_grade_and_the_reason_of_their_choice(options: str, re
     for candidate in list(space.candidates())[::7]:
         for change in recipe.changes(job, space, candidate):
             choices = [axis.choice(getattr(candidate, axis.name)) for axis in space.axes]
-            assert (change.grade, change.reason) in [(choice.grade, choice.reason) for choice in choices]
+            if change.name in recipe.BATCH_OPTIONS:
+                assert f"{rows_of(candidate)} " in change.reason
+                assert change.grade in [choice.grade for choice in choices]
+            else:
+                assert (change.grade, change.reason) in [(choice.grade, choice.reason) for choice in choices]
             assert change.value != change.was or change.name == "packing_strategy"
 
 

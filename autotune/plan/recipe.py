@@ -9,6 +9,7 @@ import msgspec
 from autotune.job import Job
 from autotune.plan.space import Candidate, Grade, Space
 
+BATCH_OPTIONS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 ATTENTION_DEFAULT = "sdpa"  # what transformers takes when nothing is asked for
 
 
@@ -45,8 +46,20 @@ def changes(job: Job, space: Space, candidate: Candidate) -> list[Change]:
             said_anyway = name == "packing_strategy" and not baseline.arrangement.packed
             if choice is None or (value == was and not said_anyway):
                 continue
-            changed.append(Change(name, value, was, choice.grade, choice.reason))
+            reason = _batch_reason(candidate, baseline) if name in BATCH_OPTIONS else choice.reason
+            changed.append(Change(name, value, was, choice.grade, reason))
     return changed
+
+
+def _batch_reason(candidate: Candidate, baseline: Candidate) -> str:
+    """What the batch options say by themselves; why this arrangement stands beside the others of its axis."""
+    its, yours = candidate.arrangement, baseline.arrangement
+    rows, before = its.micro_batch * its.accumulation, yours.micro_batch * yours.accumulation
+    if its.packed == yours.packed:
+        kept = " as before" if rows == before else f", before {before}"
+        return f"{rows} rows per optimizer step{kept}, {its.micro_batch} at a time"
+    kind = "packed rows" if its.packed else "documents"
+    return f"{rows} {kind} per optimizer step, before {before} {'packed rows' if yours.packed else 'documents'}"
 
 
 def _has(space: Space, axis_name: str) -> bool:
