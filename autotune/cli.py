@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -305,7 +306,7 @@ def _wizard(given: list[str]) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise AutotuneError(
             "the wizard needs a terminal",
-            hint=f"tune without it: `trl-autotune {' '.join(given) or 'sft --config sft.yaml'} --auto`",
+            hint=f"tune without it: `trl-autotune {shlex.join(given) or 'sft --config sft.yaml'} --auto`",
         )
     from autotune.errors import NotYetError
 

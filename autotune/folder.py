@@ -41,11 +41,13 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_new(folder: Path) -> None:
     """Raise AutotuneError unless the folder is new or empty, and can be written."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.is_dir() and any(folder.iterdir()):
         raise AutotuneError(
             f"the run folder `{folder}` is not empty", hint="name a new one, or go on with it by `--resume`"
         )
     parent = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not parent.is_dir():
+        raise AutotuneError(f"`{parent}` is no folder", hint="choose another place with `--run-folder DIR`")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise AutotuneError(f"cannot write in `{parent}`", hint="choose another place with `--run-folder DIR`")
 
@@ -82,8 +84,8 @@ def read(folder: Path) -> Prepared:
         content = (folder / "run.msgpack").read_bytes()
     except OSError:
         raise AutotuneError(
-            f"`{folder}` is no run that can be resumed: it has no `run.msgpack`",
-            hint=f"runs are in `{RUNS}/`; one that was interrupted before its first trial has nothing to resume",
+            f"`{folder}` is no run's folder: it has no `run.msgpack`",
+            hint=f"runs are in `{RUNS}/`, below the folder where they were started",
         ) from None
     try:
         return msgspec.msgpack.decode(content, type=Prepared)

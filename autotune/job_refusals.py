@@ -12,6 +12,12 @@ from typing import Any, NoReturn
 from autotune.errors import AutotuneError
 from autotune.job_values import SCRIPT, takes
 
+# What `trl-autotune` itself takes on the command line, for the hint to a name that is nearly one of these
+TUNER_OPTIONS = (
+    "allow", "auto", "budget", "cold", "demo", "dry-run", "gpus", "json", "launch", "memory-limit", "resume",
+    "run-folder", "trials",
+)  # fmt: skip
+
 
 class Refusals:
     """Knows the options of TRL (`actions`, with their type `hints`) and of `accelerate launch` (`launcher`)."""
@@ -55,9 +61,11 @@ class Refusals:
             raise AutotuneError(_sentence(error), hint=self.named_hint(str(error))) from error
 
     def unknown(self, name: str, place: str) -> AutotuneError:
-        near = difflib.get_close_matches(name.replace("-", "_"), self.names, n=1, cutoff=0.6)
+        names = self.names if place else [*self.names, *TUNER_OPTIONS]  # those stand in no file
+        near = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.6)
+        meant = f"--{near[0]}" if near and near[0] not in self.names else near[0] if near else None
         hint = (
-            f"did you mean `{near[0]}`?" if near else f"neither TRL nor `accelerate launch` has it; {self.help_hint()}"
+            f"did you mean `{meant}`?" if meant else f"neither TRL nor `accelerate launch` has it; {self.help_hint()}"
         )
         return AutotuneError(f"{place}unknown option `{name}`", hint=hint)
 
