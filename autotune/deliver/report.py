@@ -35,6 +35,8 @@ def headline(found: Found) -> str:
         return "No trial finished"
     if found.outcome == "kept":
         return "Your settings are kept: nothing beat them beyond the noise"
+    if found.best is None:
+        return "Interrupted before a trial was done: your settings as they were"
     if found.speedup is None:
         return "Yours did not run here, and this does"
     unconfirmed = "" if found.confirmed_rounds else ", not confirmed"

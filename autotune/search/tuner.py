@@ -97,13 +97,11 @@ class Tuner:
             winner = next(one for one in self.results if one.candidate == candidate)
         elif baseline is not None and best is not None and baseline.rate and best.rate:
             speedup = _unconfirmed(baseline, best)
-        kept = winner is None or (baseline is not None and speedup is not None and speedup.low <= 1.0)
-        if baseline is not None and winner is not None and winner.candidate == baseline.candidate:
-            kept, speedup = True, Estimate(1.0, 1.0, 1.0)
+        kept = winner is None or winner is baseline or (speedup is not None and speedup.low <= 1.0)
         if outcome is None:
             outcome = "failed" if winner is None else "kept" if kept else "improved"
         if kept:
-            winner = baseline
+            winner, speedup = baseline, Estimate(1.0, 1.0, 1.0)
         if self._confirmed is not None:  # rates taken in turns: their ratio is the speed-up that is told
             baseline = self._as_confirmed(baseline)
             winner = self._as_confirmed(winner)
