@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from autotune import job_splice, job_yaml
+from autotune import job_text, job_yaml
 from autotune.children import Children
 from autotune.errors import AutotuneError, NotYetError
 from autotune.launcher import RELEVANT, default_config_file, import_environment
@@ -162,7 +162,7 @@ def write_job(job: Job, changes: Mapping[str, Any], reasons: Mapping[str, str]) 
     import yaml
 
     written: dict[str, Any] = (yaml.safe_load(job.config_text) if job.config_text else None) or {}
-    comments: dict[job_splice.OptionPath, str] = {}
+    comments: dict[job_text.OptionPath, str] = {}
 
     def put(name: str, value: Any, reason: str | None) -> None:
         for path in _places(job, written, name):
@@ -184,7 +184,7 @@ def write_job(job: Job, changes: Mapping[str, Any], reasons: Mapping[str, str]) 
                 comments["env", key] = reasons.get(key) or reasons.get("env", "")
         elif value is not None or any(_has(written, path) for path in _places(job, written, name)):
             put(name, value, reasons.get(name))
-    return job_splice.merge(job.config_text, written, {path: reason for path, reason in comments.items() if reason})
+    return job_text.merge(job.config_text, written, {path: reason for path, reason in comments.items() if reason})
 
 
 def _in_order(options: Mapping[str, Any], config_text: str) -> Iterable[tuple[str, Any]]:
@@ -194,7 +194,7 @@ def _in_order(options: Mapping[str, Any], config_text: str) -> Iterable[tuple[st
     return [(name, options[name]) for name in (*first, *(name for name in options if name not in first))]
 
 
-def _places(job: Job, written: dict[str, Any], name: str) -> list[job_splice.OptionPath]:
+def _places(job: Job, written: dict[str, Any], name: str) -> list[job_text.OptionPath]:
     """Where an option has to stand to take effect."""
     if name in INSIDE_MODEL_INIT_KWARGS:
         inside = written.get("model_init_kwargs")
@@ -212,13 +212,13 @@ def _places(job: Job, written: dict[str, Any], name: str) -> list[job_splice.Opt
     return [(dashed if dashed in written and name not in written else name,)]
 
 
-def _set(options: dict[str, Any], path: job_splice.OptionPath, value: Any) -> None:
+def _set(options: dict[str, Any], path: job_text.OptionPath, value: Any) -> None:
     for part in path[:-1]:
         options = options[part]
     options[path[-1]] = value
 
 
-def _has(options: dict[str, Any], path: job_splice.OptionPath) -> bool:
+def _has(options: dict[str, Any], path: job_text.OptionPath) -> bool:
     for part in path[:-1]:
         options = options[part]
     return path[-1] in options
