@@ -122,6 +122,7 @@ def prepare(
         children=children,
         accelerator=machine.backend == "cuda",
         cpu_bf16=machine.cpu.bf16,
+        fp16_reason=machine.precision.reason if machine.precision.value == "fp16" else None,
     )
     _note(emit, "job", wording.job_line(job))
     for name, value in job.additions.items():

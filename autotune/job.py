@@ -89,13 +89,21 @@ def check_method(method: str) -> Method:
 
 
 def read_job(
-    method: str, arguments: Sequence[str], *, folder: Path, children: Children, accelerator: bool, cpu_bf16: bool
+    method: str,
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    children: Children,
+    accelerator: bool,
+    cpu_bf16: bool,
+    fp16_reason: str | None = None,
 ) -> Job:
     """Read what follows `trl METHOD` on a command line, with TRL's own parser, in a child.
 
-    `accelerator` says whether there is a GPU that TRL can use, `cpu_bf16` whether the CPU has bf16 arithmetic. Takes
-    about 0.1 s in a forked child, 6 s in a fresh one. Raises AutotuneError for whatever TRL would refuse, and for
-    what it would silently ignore; NotYetError for jobs that this version cannot tune.
+    `accelerator` says whether there is a GPU that TRL can use, `cpu_bf16` whether the CPU has bf16 arithmetic,
+    `fp16_reason` why a GPU should compute in fp16 where the job does not say. Takes about 0.1 s in a forked child, 6 s
+    in a fresh one. Raises AutotuneError for whatever TRL would refuse, and for what it would silently ignore;
+    NotYetError for jobs that this version cannot tune.
     """
     known_method = check_method(method)
     config_path, rest = job_yaml.split_config(arguments)
@@ -114,6 +122,7 @@ def read_job(
         "default_config_file": default_config_file(own_environment),
         "accelerator": accelerator,
         "cpu_bf16": cpu_bf16,
+        "fp16_reason": fp16_reason,
     }
     parsed = children.call(
         "autotune.job_parser:parse", request, deadline_seconds=PARSE_DEADLINE_SECONDS, working_folder=folder

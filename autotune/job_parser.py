@@ -186,9 +186,13 @@ class _Parse:
     # --- TRL's own parse -------------------------------------------------------------------------------------------
 
     def needed_here(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """The smallest change with which the job starts on a machine without a GPU."""
+        """The smallest change with which the job starts on a machine without a GPU, or is not emulated on an old one."""
         if self.request["accelerator"]:
-            return {}, {}
+            if self.request["fp16_reason"] is None or "bf16" in given or "fp16" in given:
+                return {}, {}
+            # TRL's default is bf16, which torch accepts below Ampere too and emulates (transformers 5.22,
+            # `is_torch_bf16_gpu_available`)
+            return {"fp16": True}, {"fp16": self.request["fp16_reason"]}
         cpu_bf16 = self.request["cpu_bf16"]
         if not cpu_bf16 and given.get("bf16") in (True, "true", "True"):
             raise AutotuneError(

@@ -181,6 +181,26 @@ def test_nothing_is_added_where_use_cpu_is_given(read: Read) -> None:
     assert read(MINIMAL + "use_cpu: true\n", cpu_bf16=False).additions == {}
 
 
+def test_a_gpu_older_than_ampere_computes_in_fp16_unless_the_job_says_otherwise(
+    read: Read, folder: Path, children: Children
+) -> None:
+    reason = "compute capability 7.5 is older than Ampere"
+    for given, added in (("", {"fp16": True}), ("bf16: true\n", {}), ("fp16: false\n", {})):
+        (folder / "old.yaml").write_text(MINIMAL + "use_cpu: true\n" + given)  # so that TRL accepts it without a GPU
+        job = read_job(
+            "sft",
+            ["--config", "old.yaml"],
+            folder=folder,
+            children=children,
+            accelerator=True,
+            cpu_bf16=True,
+            fp16_reason=reason,
+        )
+        assert job.additions == added
+        assert job.addition_reasons == dict.fromkeys(added, reason)
+        assert (job.resolved["fp16"], job.resolved["bf16"]) == (bool(added), not added)
+
+
 def test_bf16_that_the_cpu_does_not_have_is_refused(read: Read) -> None:
     with pytest.raises(AutotuneError, match="no bf16 arithmetic") as raised:
         read(MINIMAL + "bf16: true\n", cpu_bf16=False)
