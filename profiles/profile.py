@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any, Literal
 
 import msgspec
@@ -42,14 +41,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 def to_yaml(profile: Profile) -> str:
     """The profile as YAML, with a line on top that says what it is."""
-    from ruamel.yaml import YAML
+    import yaml
 
-    yaml = YAML()
-    yaml.default_flow_style = False
-    yaml.width = 120
-    text = io.StringIO()
-    yaml.dump(msgspec.to_builtins(profile), text)
-    return (
-        "# A tuned profile of trl-autotune: TRL options, what they were measured on, and the evidence\n"
-        + text.getvalue()
-    )
+    text = yaml.safe_dump(msgspec.to_builtins(profile), sort_keys=False, width=120, allow_unicode=True)
+    return f"# A tuned profile of trl-autotune: TRL options, what they were measured on, and the evidence\n{text}"

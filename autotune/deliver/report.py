@@ -72,7 +72,7 @@ def _comparison(setting: Setting, found: Found) -> str:
     else:
         failed = next((one for one in found.results if one.candidate == base_candidate), None)
         why = describe_failure(failed) if failed is not None else "it was not tried"
-        rows.append(f"| yours | did not run: {why} | | |")
+        rows.append(_cells("yours", f"did not run: {why}", "", ""))
     if best.candidate != base_candidate:
         rows.append(_row("tuned", setting, best, memory))
     return "\n".join(rows)
@@ -83,7 +83,13 @@ def _row(name: str, setting: Setting, result: TrialResult, memory: dict[Candidat
     epoch = wording.seconds(epoch_seconds(setting, result.candidate, result.rate))
     worst = memory.get(result.candidate, result)
     held = wording.gigabytes(worst.peak_bytes)
-    return f"| {name}: {result.candidate} | {wording.rate(result.rate)} | {epoch} | {held} |"
+    return _cells(f"{name}: {result.candidate}", wording.rate(result.rate), epoch, held)
+
+
+def _cells(*cells: object) -> str:
+    """A row of a Markdown table; an error's text may hold what would end a cell."""
+    escaped = [" ".join(str(cell).replace("|", "\\|").splitlines()) for cell in cells]
+    return f"| {' | '.join(escaped)} |"
 
 
 def _changed(changes: list[Change]) -> str:
@@ -91,7 +97,7 @@ def _changed(changes: list[Change]) -> str:
         return ""
     rows = ["## What changed", "", "| option | was | is | grade | why |", "|---|---|---|---|---|"]
     rows += [
-        f"| `{change.name}` | {_value(change.was)} | {_value(change.value)} | {change.grade} | {change.reason} |"
+        _cells(f"`{change.name}`", _value(change.was), _value(change.value), change.grade, change.reason)
         for change in changes
     ]
     return "\n".join(rows)
@@ -145,10 +151,8 @@ def _tried(setting: Setting, found: Found) -> str:
         rate = wording.rate(result.rate) if result.rate else ""
         against = f"{result.rate / baseline.rate:.2f}x" if result.rate and baseline and baseline.rate else ""
         outcome = "ok" if result.outcome == "ok" else _outcome(result)
-        rows.append(
-            f"| {result.index} | {result.label} | {setting.space.grade(result.candidate)} | {rate} | {against} "
-            f"| {wording.gigabytes(result.peak_bytes)} | {outcome} |"
-        )
+        grade, memory = setting.space.grade(result.candidate), wording.gigabytes(result.peak_bytes)
+        rows.append(_cells(result.index, result.label, grade, rate, against, memory, outcome))
     return "\n".join(rows)
 
 
@@ -161,11 +165,9 @@ def _outcome(result: TrialResult) -> str:
 def _out(setting: Setting, found: Found) -> str:
     rows = ["## What was out, and why", "", "| axis | value | reason |", "|---|---|---|"]
     rows += [
-        f"| {axis.name} | {rejected.value} | {rejected.reason} |"
-        for axis in setting.space.axes
-        for rejected in axis.rejected
+        _cells(axis.name, rejected.value, rejected.reason) for axis in setting.space.axes for rejected in axis.rejected
     ]
-    rows += [f"| | {candidate} | {reason} |" for candidate, reason in found.ruled_out.items()]
+    rows += [_cells("", candidate, reason) for candidate, reason in found.ruled_out.items()]
     return "\n".join(rows) if len(rows) > 4 else ""
 
 

@@ -17,7 +17,7 @@ def seconds(value: float) -> str:
     """`48 s`, `5 min 48 s`, `3 h 05 min`."""
     whole = round(value)
     if whole < 60:
-        return f"{value:.1f} s" if value < 10 else f"{whole} s"
+        return f"{value:.1f} s" if value < 9.95 else f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
@@ -25,10 +25,10 @@ def seconds(value: float) -> str:
 
 def rate(value: float) -> str:
     """Tokens per second: `930`, `4.71k`, `43.0k`."""
-    if value < 1000:
+    if value < 999.5:
         return f"{value:.0f}"
     thousands = value / 1000
-    return f"{thousands:.2f}k" if thousands < 10 else f"{thousands:.1f}k"
+    return f"{thousands:.2f}k" if thousands < 9.995 else f"{thousands:.1f}k"
 
 
 def gigabytes(value: int | None) -> str:
