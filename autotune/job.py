@@ -81,10 +81,8 @@ def check_method(method: str) -> Method:
         meant = f"did you mean `{near[0]}`? " if near else ""
         raise AutotuneError(f"unknown method `{method}`", hint=f"{meant}TRL's methods here are {_listed(known)}")
     if method != "sft":
-        raise NotYetError(
-            f"tuning `{method}` is not built yet",
-            hint=f"this version tunes `sft`; `trl {method.replace('_', '-')}` itself runs as before",
-        )
+        itself = "TRL has no command for it" if method == "online_dpo" else f"`trl {method}` itself runs as before"
+        raise NotYetError(f"tuning `{method}` is not built yet", hint=f"this version tunes `sft`; {itself}")
     return "sft"
 
 

@@ -132,7 +132,7 @@ def check_refused(answer: Answer, what: str, hint: str, *, after_narration: bool
         ("stf --auto", "unknown method `stf`", "did you mean `sft`?"),
         ("foo --auto", "unknown method `foo`", "TRL's methods here are `sft`, `dpo`"),
         ("dpo --config sft.yaml --auto", "tuning `dpo` is not built yet", "`trl dpo` itself runs as before"),
-        ("online_dpo --auto", "tuning `online_dpo` is not built yet", "this version tunes `sft`"),
+        ("online_dpo --auto", "tuning `online_dpo` is not built yet", "TRL has no command for it"),
         ("--auto", "the method comes first, and `--auto` is an option", "trl-autotune sft"),
         ("--config sft.yaml", "the method comes first, and `--config` is an option", "trl-autotune sft"),
         ("sft --config sft.yaml --auto --allow all", "`--allow all` is not known", "rounded, changed"),
