@@ -23,7 +23,8 @@ from autotune.events import AnyEvent, EventWriter, Note, RunFinished, RunStarted
 from autotune.folder import Prepared
 from autotune.job import check_method, import_environment, read_job
 from autotune.plan import cost
-from autotune.plan.axes import Data, build_space
+from autotune.plan.axes import build_space
+from autotune.plan.data import Data
 from autotune.plan.lengths_report import lengths_report
 from autotune.plan.space import OFFERED, Grade, Space
 from autotune.probe.attention import probe_attention
@@ -58,7 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What `prepare` gives: everything up to the first trial."""
 
     prepared: Prepared
-    data: Any  # autotune.plan.axes.Data
+    data: Data
     space: Space
 
 
@@ -168,7 +169,7 @@ def prepare(
         children=children,
         progress=None if progress is None else lambda done, of: progress("reading the data", done, of),
     )
-    data = Data(job, lengths)
+    data = Data(job, lengths, model)
     if not data.kept.tokens:
         raise AutotuneError(
             f"none of the {lengths.rows:,} rows has a token left that bears loss",
@@ -202,7 +203,7 @@ def resume(options: Options) -> Plan:
         budget_seconds=options.budget_seconds,
         trial_limit=options.trial_limit if options.trial_limit is not None else prepared.trial_limit,
     )
-    data = Data(prepared.job, prepared.lengths)
+    data = Data(prepared.job, prepared.lengths, prepared.model)
     space = build_space(prepared.job, prepared.machine, data, allowed=prepared.allowed)  # type: ignore[arg-type]
     return Plan(prepared=prepared, data=data, space=space)
 

@@ -186,7 +186,7 @@ class _Parse:
     # --- TRL's own parse -------------------------------------------------------------------------------------------
 
     def needed_here(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """The smallest change with which the job starts on a machine without a GPU, or is not emulated on an old one."""
+        """The smallest change that a job needs to start without a GPU, or not to be emulated on an old one."""
         if self.request["accelerator"]:
             if self.request["fp16_reason"] is None or "bf16" in given or "fp16" in given:
                 return {}, {}

@@ -21,7 +21,8 @@ from autotune.deliver import closing, files, wording
 from autotune.events import Outcome, RunOutcome
 from autotune.job import Job, read_job
 from autotune.plan import recipe
-from autotune.plan.axes import Data, build_space
+from autotune.plan.axes import build_space
+from autotune.plan.data import Data
 from autotune.plan.space import Arrangement, Candidate
 from autotune.probe.machine import Machine
 from autotune.search.gates import Gate

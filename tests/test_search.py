@@ -16,7 +16,8 @@ from autotune.children import Children
 from autotune.errors import NoTrialFinishedError
 from autotune.events import AnyEvent, BestChanged, Note, TrialFinished, TrialStarted
 from autotune.job import Job, read_job
-from autotune.plan.axes import Data, build_space
+from autotune.plan.axes import build_space
+from autotune.plan.data import Data
 from autotune.plan.space import OFFERED, Arrangement, Candidate, Space
 from autotune.probe.lengths import measure_lengths
 from autotune.search.proposals import Proposals, needs_as_much_memory

@@ -13,7 +13,8 @@ from autotune.children import Children
 from autotune.errors import AutotuneError
 from autotune.job import Job, effective, read_job, write_job
 from autotune.plan import recipe
-from autotune.plan.axes import Data, baseline_candidate, build_space
+from autotune.plan.axes import baseline_candidate, build_space
+from autotune.plan.data import Data
 from autotune.plan.recipe import ATTENTION_DEFAULT
 from autotune.plan.space import (
     GRADES,
@@ -742,3 +743,32 @@ def test_packed_rows_are_as_many_as_planned(read: Read, children: Children, fold
     ]
     answers = ask_trl(children, folder, "batches", runs)
     assert [one["rows"] for one in answers] == [data.figures(arrangement).rows for arrangement in packed.values()]
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "why"),
+    [
+        ("", {"dropout": 0.1}, "dropout of 0.1"),
+        ("use_peft: true\nlora_dropout: 0.05\n", {}, "dropout of 0.05"),
+        ("neftune_noise_alpha: 5\n", {}, "NEFTune"),
+        ("", {"router_loss": 0.001}, "load-balancing"),
+    ],
+)
+def test_where_the_split_shows_in_the_loss_no_other_split_is_called_exact(
+    options: str, shape: dict[str, float], why: str, read: Read
+) -> None:
+    job = read(options)
+    data = Data(job, LENGTHS, msgspec.structs.replace(parts.SHAPE, **shape))
+    space = build_space(job, parts.cpu_machine(), data, allowed=OFFERED)
+    base = space.baseline.arrangement
+    others = [choice for arrangement, choice in arrangements(space).items() if arrangement != base]
+
+    assert others
+    assert {choice.grade for choice in others} == {"regrouped"}
+    assert any(why in choice.reason for choice in others)
+
+
+def test_lora_without_dropout_and_a_dense_model_split_exactly(read: Read) -> None:
+    space = space_of(read("use_peft: true\nlora_dropout: 0.0\n"))
+
+    assert "exact" in {choice.grade for choice in list(arrangements(space).values())[1:]}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.job import Job, effective
-from autotune.plan.axes import Data
+from autotune.plan.data import Data
 from autotune.plan.space import Space
 from autotune.probe.machine import Machine
 from autotune.search.statistics import Estimate

@@ -1,101 +1,16 @@
-"""The axes of an SFT job: what may be chosen on this machine for this data, with grade and reason.
-
-Rules and their source: TRL 1.16 `sft_trainer.py`, transformers 5.22 `trainer.py` and `trainer_pt_utils.py`.
-"""
+"""The axes of an SFT job: what may be chosen on this machine for this data, with grade and reason."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator
-from typing import Any, Literal
-
-import msgspec
+from collections.abc import Collection
+from typing import Any
 
 from autotune.job import Job, effective
-from autotune.plan import packing
-from autotune.plan.figures import Figures
-from autotune.plan.order import REBALANCE_SEED
-from autotune.plan.padding import Kept, padded, truncate
-from autotune.plan.rebalance import rebalanced
-from autotune.plan.recipe import ATTENTION_DEFAULT, checkpointing_option, evaluates
-from autotune.plan.space import (
-    TOKENS_PER_STEP_TOLERANCE,
-    Arrangement,
-    Axis,
-    Candidate,
-    Choice,
-    Grade,
-    Rejected,
-    Space,
-    offered,
-)
-from autotune.probe.lengths import Lengths
+from autotune.plan.arrangements import arrangement_axis
+from autotune.plan.data import Data
+from autotune.plan.recipe import ATTENTION_DEFAULT, checkpointing_option
+from autotune.plan.space import Arrangement, Axis, Candidate, Choice, Grade, Rejected, Space
 from autotune.probe.machine import Machine
-
-# Rows packed to lengths between the longest document and this many times it are worth trying where nothing is cut.
-FREE_ROW_LENGTHS = (1, 2, 4)
-FREE_ROWS = (1, 2, 4)  # per optimizer step, whose length follows from the baseline's tokens per step
-
-
-class Data:
-    """The data's figures in any arrangement, each computed once."""
-
-    def __init__(self, job: Job, lengths: Lengths) -> None:
-        resolved = job.resolved
-        self.lengths = lengths
-        self.max_length: int | None = resolved["max_length"]
-        self.kept: Kept = truncate(lengths, self.max_length, resolved["truncation_mode"])
-        self.longest = max(lengths.tokens, default=0)
-        self._multiple: int = resolved.get("pad_to_multiple_of") or 1
-        self._num_proc: int | None = resolved.get("dataset_num_proc")
-        self._shuffled = bool(resolved.get("shuffle_dataset"))
-        self._padding_free = bool(resolved.get("padding_free"))
-        self._figures: dict[Arrangement, Figures] = {}
-
-    @property
-    def truncates(self) -> bool:
-        """Whether the job's `max_length` cuts any document."""
-        return self.max_length is not None and self.longest > self.max_length
-
-    def figures(self, arrangement: Arrangement) -> Figures:
-        """One pass over the whole data in this arrangement."""
-        found = self._figures.get(arrangement)
-        if found is None:
-            found = self._figures[arrangement] = self._compute(arrangement)
-        return found
-
-    def tokens_per_step(self, arrangement: Arrangement) -> float:
-        """Mean useful tokens per optimizer step."""
-        figures = self.figures(arrangement)
-        return figures.useful_tokens / figures.rows * arrangement.micro_batch * arrangement.accumulation
-
-    def _compute(self, arrangement: Arrangement) -> Figures:
-        length = arrangement.row_length
-        match arrangement.name:
-            case "padded":
-                return self._unpadded(padded(self.kept, arrangement.micro_batch, pad_to_multiple_of=self._multiple))
-            case "batch_rebalance":
-                return self._unpadded(rebalanced(self.kept, arrangement.micro_batch, arrangement.accumulation))
-            case "bfd":
-                pack = packing.bfd
-            case "bfd_split":
-                pack = packing.bfd_split
-            case "wrapped":
-                pack = packing.wrapped
-        assert length is not None
-        return pack(
-            self.lengths,
-            length,
-            micro_batch=arrangement.micro_batch,
-            num_proc=self._num_proc,
-            shuffled=self._shuffled,
-        )
-
-    def _unpadded(self, figures: Figures) -> Figures:
-        """With `padding_free` the rows of a micro-batch are laid end to end."""
-        if not self._padding_free:
-            return figures
-        return msgspec.structs.replace(figures, computed_positions=figures.useful_tokens, fill=1.0)
 
 
 def baseline_candidate(job: Job, machine: Machine) -> Candidate:
@@ -124,7 +39,7 @@ def build_space(job: Job, machine: Machine, data: Data, *, allowed: Collection[G
     """All that may be tried for the job on this machine."""
     baseline = baseline_candidate(job, machine)
     axes = [
-        _arrangements(job, data, baseline.arrangement, allowed),
+        arrangement_axis(job, data, baseline.arrangement, allowed),
         _attention(job, machine, baseline.attention),
         _checkpointing(baseline.checkpointing),
         _workers(machine, baseline.workers),
@@ -132,231 +47,6 @@ def build_space(job: Job, machine: Machine, data: Data, *, allowed: Collection[G
     if baseline.threads is not None:
         axes.append(_threads(machine, baseline.threads))
     return Space(baseline, tuple(axes), data.tokens_per_step(baseline.arrangement))
-
-
-# --- arrangement ------------------------------------------------------------------------------------------------
-
-
-def _arrangements(job: Job, data: Data, base: Arrangement, allowed: Collection[Grade]) -> Axis:
-    choices = [Choice(base, "exact", "as you gave it")]
-    rejected: list[Rejected] = []
-    for choice in (
-        *_splits(job, data, base),
-        *_rebalanced(job, data, base, rejected),
-        *_other_packing(job, data, base, rejected),
-    ):
-        if all(choice.value != known.value for known in choices):
-            choices.append(choice)
-    inside, outside = offered(choices, allowed=allowed)
-    return Axis("arrangement", tuple(inside), (*rejected, *outside))
-
-
-def _splits(job: Job, data: Data, base: Arrangement) -> Iterator[Choice]:
-    """Other micro-batches at the same rows per optimizer step: the loss is summed over the step's tokens and divided
-    once (`num_items_in_batch`), so the split changes nothing but rounding."""
-    rows = base.micro_batch * base.accumulation
-    for micro_batch in divisors(rows):
-        if micro_batch == base.micro_batch:
-            continue
-        arrangement = msgspec.structs.replace(base, micro_batch=micro_batch, accumulation=rows // micro_batch)
-        other = _other_epoch(job, data, base, arrangement)
-        grade: Grade = "regrouped" if other else "exact"
-        reason = f"{rows} rows per optimizer step as before, {micro_batch} at a time"
-        yield Choice(arrangement, grade, f"{reason}; {other}" if other else reason)
-
-
-def _other_epoch(job: Job, data: Data, base: Arrangement, other: Arrangement) -> str | None:
-    """How the rows of an epoch differ between arrangements with the same order and rows per optimizer step, or None.
-
-    Only its end can: `dataloader_drop_last` leaves out micro-batches, or whole steps with `batch_rebalance`, which
-    otherwise fills a last step of too few rows by repeating some (transformers 5.22, `BatchRebalanceSampler`).
-    """
-    drops = bool(job.resolved["dataloader_drop_last"])
-    if not drops and "batch_rebalance" not in (base.name, other.name):
-        return None
-    figures = data.figures(base)
-    if not figures.exact and (base.packed or data.max_length is not None):
-        return "a sample of the rows was measured, so an epoch may end in other rows than yours"
-    yours, its = (_epoch_rows(one, figures.rows, drops=drops) for one in (base, other))
-    return None if its == yours else f"an epoch passes over {its:,} rows where yours passes over {yours:,}"
-
-
-def _epoch_rows(arrangement: Arrangement, rows: int, *, drops: bool) -> int:
-    if arrangement.name != "batch_rebalance":
-        return rows - rows % arrangement.micro_batch if drops else rows
-    last = rows % (arrangement.micro_batch * arrangement.accumulation)
-    if drops:
-        return rows - last
-    return rows + max(0, arrangement.accumulation - last) if last else rows
-
-
-def _rebalanced(job: Job, data: Data, base: Arrangement, rejected: list[Rejected]) -> Iterator[Choice]:
-    if base.packed or base.name == "batch_rebalance":
-        return
-    resolved = job.resolved
-    sampling = resolved["train_sampling_strategy"]
-    name = "batch_rebalance"
-    if sampling != "random":
-        rejected.append(Rejected(name, f"it shuffles, and your `train_sampling_strategy` is `{sampling}`"))
-        return
-    rows = base.micro_batch * base.accumulation
-    if rows < 4:
-        rejected.append(Rejected(name, f"{rows} rows per optimizer step leave nothing to balance"))
-        return
-    seed = resolved["data_seed"] if resolved.get("data_seed") is not None else resolved["seed"]
-    for micro_batch in divisors(rows):
-        accumulation = rows // micro_batch
-        if micro_batch == 1 or accumulation == 1:
-            continue  # one row each, or one group: nothing to balance
-        arrangement = Arrangement("batch_rebalance", micro_batch, accumulation)
-        fill = data.figures(arrangement).fill
-        other = _other_epoch(job, data, base, arrangement)
-        grade: Grade = "regrouped"
-        if seed != REBALANCE_SEED:
-            why = f"its order comes from seed {REBALANCE_SEED}, yours from {seed}: same documents, another order"
-        elif other is not None:
-            why = other
-        else:
-            grade, why = "exact", "same samples in every optimizer step"
-        yield Choice(
-            arrangement, grade, f"micro-batches of like lengths: {fill:.0%} of computed positions are tokens; {why}"
-        )
-
-
-def _other_packing(job: Job, data: Data, base: Arrangement, rejected: list[Rejected]) -> Iterator[Choice]:
-    resolved = job.resolved
-    max_length = data.max_length
-    if base.packed:
-        yield from _unpacked(job, data, base, rejected)
-        return
-    if max_length is None:
-        rejected.append(Rejected("packing", "TRL packs only with a `max_length`, and yours is null"))
-        return
-    if resolved.get("padding_free"):
-        rejected.append(Rejected("packing", "your job is `padding_free`"))
-        return
-    target = data.tokens_per_step(base)
-    for strategy in ("bfd", "bfd_split", "wrapped"):
-        if strategy == "bfd_split" and not data.truncates:
-            rejected.append(Rejected(strategy, "no document is longer than `max_length`: the same as `bfd`"))
-            continue
-        for length in _row_lengths(job, data, max_length, target) if strategy == "bfd" else [max_length]:
-            yield from _packed(job, data, strategy, length, target)
-
-
-def _row_lengths(job: Job, data: Data, max_length: int, target: float) -> list[int]:
-    """`max_length` itself, and where `bfd` cuts nothing other lengths that hold the longest document as well: some
-    a step of `target` tokens fits into one, two or four rows of, and some as short as can be.
-
-    Not where rows that nobody measured could be cut: those of a larger data set, and those of the evaluation.
-    """
-    if data.truncates or data.lengths.rows > data.lengths.rows_measured or evaluates(job):
-        return [max_length]
-    free = {_next_multiple(data.longest * factor, 64) for factor in FREE_ROW_LENGTHS}
-    free |= {_next_multiple(math.ceil(target / rows), 8) for rows in FREE_ROWS}
-    return sorted({max_length, *(length for length in free if length >= data.longest and _fits(data, length, target))})
-
-
-def _fits(data: Data, length: int, target: float) -> bool:
-    """Whether whole rows of this length come near enough to the baseline's tokens per step."""
-    figures = data.figures(Arrangement("bfd", 1, 1, length))
-    per_row = figures.useful_tokens / figures.rows
-    return abs(max(1, round(target / per_row)) * per_row / target - 1) <= TOKENS_PER_STEP_TOLERANCE
-
-
-def _packed(job: Job, data: Data, strategy: Any, length: int, target: float) -> Iterator[Choice]:
-    one_row = Arrangement(strategy, 1, 1, length)
-    figures = data.figures(one_row)
-    per_row = figures.useful_tokens / figures.rows
-    rows = max(1, round(target / per_row))
-    off = rows * per_row / target - 1
-    equation = f"{rows} x {per_row:,.0f} tokens is {off:+.1%} of your {target:,.0f} a step"
-    if abs(off) > TOKENS_PER_STEP_TOLERANCE:
-        # rows come whole, so the step would be another one
-        grade: Grade = "changed"
-        why = f"a batch of {_fitting_batch(_rows(job), target, per_row)} instead of your {_rows(job)} would fit"
-    else:
-        grade, why = _packing_grade(job, data, strategy, figures)
-    for micro_batch in divisors(rows):
-        yield Choice(
-            Arrangement(strategy, micro_batch, rows // micro_batch, length),
-            grade,
-            f"{figures.fill:.0%} of row positions are tokens; {equation}; {why}",
-        )
-
-
-def _packing_grade(job: Job, data: Data, strategy: str, figures: Figures) -> tuple[Grade, str]:
-    if strategy == "wrapped":
-        return "changed", "documents attend to their neighbours in the row"
-    if strategy == "bfd_split":
-        return "changed", f"{figures.split_rows:,} documents are cut into pieces that do not see each other"
-    if data.truncates and job.resolved["truncation_mode"] == "keep_end":
-        return "changed", "it keeps the start of long documents, and your `truncation_mode` keeps the end"
-    if figures.dropped_tokens > data.kept.dropped_tokens:
-        return "changed", "it cuts off more tokens than padding does"
-    if figures.kept_without_loss:
-        return "changed", f"it keeps {figures.kept_without_loss:,} documents whose loss tokens are all cut off"
-    return "regrouped", "nothing split, cut off where padding cuts it; the same documents in other groups"
-
-
-def _unpacked(job: Job, data: Data, base: Arrangement, rejected: list[Rejected]) -> Iterator[Choice]:
-    """Padded rows for a job that packs: as many documents per step as a packed step holds on average."""
-    resolved = job.resolved
-    name = "padded"
-    if resolved.get("padding_free"):
-        rejected.append(Rejected(name, "your job is `padding_free`: TRL then wants packing or no `max_length`"))
-        return
-    if base.name == "wrapped" or (base.name == "bfd_split" and data.truncates):
-        rejected.append(Rejected(name, f"another training: your `{base.name}` rows hold pieces of documents"))
-        return
-    if evaluates(job) and resolved.get("eval_packing"):
-        rejected.append(Rejected(name, "`eval_packing` without `packing` lets the documents of a row see each other"))
-        return
-    target = data.tokens_per_step(base)
-    kept = data.kept
-    per_document = sum(kept.tokens) / max(1, len(kept.tokens))
-    rows = max(1, round(target / per_document))
-    off = rows * per_document / target - 1
-    equation = f"{rows} x {per_document:,.0f} tokens is {off:+.1%} of your {target:,.0f} a step"
-    if abs(off) > TOKENS_PER_STEP_TOLERANCE:
-        grade: Grade = "changed"
-        why = f"a batch of {_fitting_batch(_rows(job), target, per_document)} instead of your {_rows(job)} would fit"
-    elif data.truncates and resolved["truncation_mode"] == "keep_end":
-        grade, why = "changed", "it keeps the end of long documents, and your packed rows the start"
-    elif data.figures(base).kept_without_loss:
-        grade, why = "changed", "it drops the documents whose loss tokens are all cut off"
-    else:
-        grade, why = "regrouped", "the same documents in other groups"
-    for micro_batch in divisors(rows):
-        yield Choice(Arrangement("padded", micro_batch, rows // micro_batch), grade, f"{equation}; {why}")
-
-
-def _fitting_batch(rows: int, target: float, per_row: float) -> int:
-    """The batch nearest to `rows` documents whose tokens are near enough to a whole number of packed rows."""
-    per_document = target / rows
-
-    def fits(batch: int) -> bool:
-        tokens = batch * per_document
-        return abs(max(1, round(tokens / per_row)) * per_row / tokens - 1) <= TOKENS_PER_STEP_TOLERANCE
-
-    # at ten packed rows any number is near enough to a whole one
-    return min(filter(fits, range(1, rows + round(10 * per_row / per_document) + 2)), key=lambda one: abs(one - rows))
-
-
-def _rows(job: Job) -> int:
-    return int(job.resolved["per_device_train_batch_size"] * job.resolved["gradient_accumulation_steps"])
-
-
-def divisors(number: int) -> list[int]:
-    """In ascending order."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def _next_multiple(number: int, of: int) -> int:
-    return -(-number // of) * of
-
-
-# --- the other axes ---------------------------------------------------------------------------------------------
 
 
 def _attention(job: Job, machine: Machine, base: str) -> Axis:
@@ -405,6 +95,3 @@ def _workers(machine: Machine, base: int) -> Axis:
         reason = "batches are collated in the step" if count == 0 else "batches are collated beside the step"
         choices.append(Choice(count, "exact", reason))
     return Axis("workers", tuple(choices), tuple(rejected))
-
-
-AxisName = Literal["arrangement", "attention", "checkpointing", "workers", "threads"]

@@ -12,7 +12,7 @@ The constants below are orders of magnitude for a CPU core and a data-centre GPU
 
 from __future__ import annotations
 
-from autotune.plan.axes import Data
+from autotune.plan.data import Data
 from autotune.plan.space import Candidate
 from autotune.probe.machine import Machine
 from autotune.probe.model import ModelShape

@@ -37,6 +37,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None
     intermediate_size: int | None = None
     tied_embeddings: bool = False
+    dropout: float = 0.0  # the largest rate of any dropout in the config
+    router_loss: float | None = None  # weight of the experts' load-balancing loss; None for a model without a router
 
 
 def probe_model(
@@ -92,8 +94,18 @@ def probe(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         dtype=str(config.dtype).removeprefix("torch.") if config.dtype is not None else None,
         intermediate_size=_whole(text, "intermediate_size"),
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        dropout=_largest_dropout(text),
+        router_loss=float(getattr(text, "router_aux_loss_coef", 0.0))
+        if hasattr(text, "output_router_logits")
+        else None,
     )
     return msgspec.structs.asdict(shape)
+
+
+def _largest_dropout(config: Any) -> float:
+    """Configs name their dropouts in many ways, all with `drop` or `pdrop` in the name."""
+    rates = [value for name, value in vars(config).items() if "drop" in name and isinstance(value, int | float)]
+    return max([0.0, *(float(rate) for rate in rates if not isinstance(rate, bool))])
 
 
 def read_config(model: str, *, revision: str | None, trust_remote_code: bool) -> Any:

@@ -11,7 +11,7 @@ from autotune.children import Children
 from autotune.events import AnyEvent
 from autotune.job import Job, write_job
 from autotune.plan import recipe
-from autotune.plan.axes import Data
+from autotune.plan.data import Data
 from autotune.plan.space import Candidate, Space
 from autotune.probe.machine import Machine
 from autotune.probe.model import ModelShape

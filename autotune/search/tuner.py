@@ -24,7 +24,7 @@ from autotune.trial.result import TrialResult
 PASS_STEPS = 12  # optimizer steps of the baseline in one pass over the sample
 FEWEST_PASS_STEPS = 4
 FEWEST_ROWS = 96  # below this the sample's packing is too far from the data's
-PASS_SHARE = 0.06  # of the budget, for one pass of the baseline
+PASS_SHARE = 0.04  # of the budget, for one pass of the baseline
 PATIENCE = 14  # trials in a row without a gain, after which the search ends
 GAIN = 1.01
 ROUNDS_FORESEEN = 5  # of the confirmation
