@@ -539,10 +539,12 @@ def test_a_slow_baseline_is_measured_on_fewer_documents_also_after_a_resume(
     rules: list[Rule] = [{"seconds": 30.0}, {"pause": 0.4, "when": "speed"}]
     run = Run(material, children, tmp_path / "run", rules, space=space, budget_seconds=40.0)
     found = run.search()
-    assert [len(one.passes) and one.passes[0].steps for one in found.results] == [6, 6]
-    assert any("a step of yours takes 0.6 s, so a pass is cut to 6 steps of the 12" in text for text in run.notes())
+    shorter = found.results[0].passes[0].steps
+    assert 4 <= shorter < 12
+    assert [one.passes[0].steps for one in found.results] == [shorter, shorter]
+    assert any(f"so trials pass over the documents of {shorter} steps, not of 12" in text for text in run.notes())
     assert found.results[0].index == 0
     earlier = [one for one in run_folder.results(tmp_path / "run") if one.index == 0]
     resumed = Run(material, children, tmp_path / "run", rules, space=space, budget_seconds=40.0, earlier=earlier)
     again = resumed.search()
-    assert [one.passes[0].steps for one in again.results] == [6, 6]
+    assert [one.passes[0].steps for one in again.results] == [shorter, shorter]

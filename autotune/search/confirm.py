@@ -16,7 +16,7 @@ from autotune.search.measure import (
     POLL_SECONDS,
     Sample,
     conclude,
-    fill_correction,
+    corrected_passes,
     finished,
     forward,
     started,
@@ -84,7 +84,7 @@ def confirm(
             if any(arm.failed for arm in arms):
                 break
             rounds = number
-            if rounds >= FEWEST_ROUNDS and _sure(arms):
+            if rounds >= FEWEST_ROUNDS and _sure(setting, arms):
                 break
             now = time.monotonic()
             if rounds >= 2 and now + (now - round_began) > deadline:
@@ -97,7 +97,7 @@ def confirm(
     for result in results.values():
         finished(setting, result, reference_rate)
     ratios = {
-        arm.candidate: _corrected_ratio(setting, arms[0], arm) for arm in arms[1:] if not arm.failed and rounds > 0
+        arm.candidate: ratio_of(_pairs(setting, arms[0], arm)) for arm in arms[1:] if not arm.failed and rounds > 0
     }
     return Confirmed(ratios if not arms[0].failed else {}, results, rounds)
 
@@ -136,25 +136,19 @@ def _restart(setting: Setting, arm: Arm) -> None:
     arm.trial.grant_turns(1)
 
 
-def _pairs(reference: Arm, arm: Arm) -> list[tuple[Pass, Pass]]:
-    return list(zip(reference.passes(), arm.passes(), strict=False))
+def _pairs(setting: Setting, reference: Arm, arm: Arm) -> list[tuple[Pass, Pass]]:
+    return list(zip(_corrected(setting, reference), _corrected(setting, arm), strict=False))
 
 
-def _sure(arms: list[Arm]) -> bool:
-    """Whether the best finalist's ratio is known well enough, and no other finalist could be better."""
-    estimates = [ratio_of(_pairs(arms[0], arm)) for arm in arms[1:]]
+def _corrected(setting: Setting, arm: Arm) -> tuple[Pass, ...]:
+    steps = [step for step in arm.trial.steps if step.pass_index > 0]
+    return corrected_passes(setting, arm.candidate, arm.passes(), steps)
+
+
+def _sure(setting: Setting, arms: list[Arm]) -> bool:
+    """Whether the best finalist's ratio is known well enough."""
+    estimates = [ratio_of(_pairs(setting, arms[0], arm)) for arm in arms[1:]]
     if not estimates:
         return True
     best = max(estimates, key=lambda estimate: estimate.value)
     return best.half_width <= ENOUGH
-
-
-def _corrected_ratio(setting: Setting, reference: Arm, arm: Arm) -> Estimate:
-    estimate = ratio_of(_pairs(reference, arm))
-    factor = _correction(setting, arm) / _correction(setting, reference)
-    return Estimate(estimate.value * factor, estimate.low * factor, estimate.high * factor)
-
-
-def _correction(setting: Setting, arm: Arm) -> float:
-    steps = [step for step in arm.trial.steps if step.pass_index > 0]
-    return fill_correction(setting, arm.candidate, arm.passes(), steps)

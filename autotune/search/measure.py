@@ -12,12 +12,12 @@ from autotune.child import write_whole
 from autotune.events import AnyEvent, Finished, Note, Outcome, Step, TrialFinished, TrialStarted
 from autotune.plan.space import Candidate
 from autotune.search.setting import Setting
-from autotune.search.statistics import Estimate, cannot_reach, correction, fit_step_cost, rate_of
+from autotune.search.statistics import Estimate, cannot_reach, fit_step_cost, on_whole_data, rate_of
 from autotune.trial.load import LoadMeter
 from autotune.trial.result import Pass, TrialResult, passes_of
 from autotune.trial.runner import Trial, to_json
 
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.02
 ENOUGH = 0.022  # half the interval as a share of the rate, below which a rate is known well enough
 MOST_PASSES = 3  # of a trial in the search; the confirmation goes on for longer
 CONTENDS = 0.97  # of the best rate: one that reaches this is measured on
@@ -51,7 +51,7 @@ def measure(
     trial = setting.trial(index, candidate, sample.path, purpose="speed", passes=MOST_PASSES)
     started(setting, trial, candidate, reason)
     pruned = False
-    too_long: str | None = None
+    foretold: float | None = None
     try:
         trial.start()
         load = LoadMeter(trial.pid)
@@ -61,20 +61,23 @@ def measure(
             if not said:
                 time.sleep(POLL_SECONDS)
                 continue
-            if longest_pass is not None and _foretold_pass(trial, sample) > longest_pass:
-                trial.kill()
-                too_long = f"a pass would take {_foretold_pass(trial, sample):.0f} s"
-            elif best is not None and _hopeless(trial, sample, best):
+            if longest_pass is not None and (seconds := _foretold_pass(setting, trial, sample)) > longest_pass:
+                foretold = seconds
+                break
+            if best is not None and _hopeless(setting, trial, candidate, sample, best):
                 pruned = True
-                trial.kill()
-            elif _known(setting, trial, candidate, best):
-                trial.kill()
+                break
+            if _known(setting, trial, candidate, best):
+                break
+        others = load.others()  # while its processes can still be asked
     finally:
         trial.kill()
     result = conclude(setting, trial, candidate, pruned=pruned)
-    result = msgspec.structs.replace(result, others_cores=round(load.others(), 2), pass_steps=sample.steps)
-    if too_long is not None:
-        result = msgspec.structs.replace(result, detail=too_long)
+    result = msgspec.structs.replace(result, others_cores=round(others, 2), pass_steps=sample.steps)
+    if foretold is not None:
+        result = msgspec.structs.replace(
+            result, foretold_pass_seconds=foretold, detail=f"a pass would take {foretold:.0f} s"
+        )
     finished(setting, result, baseline_rate)
     return result
 
@@ -175,46 +178,49 @@ def conclude(setting: Setting, trial: Trial, candidate: Candidate, *, pruned: bo
 def corrected_rate(setting: Setting, trial: Trial, candidate: Candidate, passes: tuple[Pass, ...]) -> Estimate:
     """The rate over the passes, with the sample's padding and packing corrected to the whole data's."""
     steps = [step for step in trial.steps if step.pass_index > 0]
-    estimate = rate_of(passes, steps)
-    factor = fill_correction(setting, candidate, passes, steps)
-    return Estimate(estimate.value * factor, estimate.low * factor, estimate.high * factor)
+    return rate_of(corrected_passes(setting, candidate, passes, steps), steps)
 
 
-def fill_correction(setting: Setting, candidate: Candidate, passes: tuple[Pass, ...], steps: Sequence[Step]) -> float:
-    """Rate on the whole data over rate on the sample, from the exact plan of the whole data's lengths."""
+def corrected_passes(
+    setting: Setting, candidate: Candidate, passes: Sequence[Pass], steps: Sequence[Step]
+) -> tuple[Pass, ...]:
+    """The passes as if padded and packed as the whole data is, from the exact plan of the whole data's lengths."""
+    return on_whole_data(passes, fit_step_cost(steps), _work_per_token(setting, candidate))
+
+
+def _work_per_token(setting: Setting, candidate: Candidate) -> tuple[float, float]:
+    """Micro-batches and computed positions per useful token, over the whole data."""
     figures = setting.data.figures(candidate.arrangement)
-    tokens = sum(one.useful_tokens for one in passes)
-    positions = tokens + sum(one.padding_tokens for one in passes)
-    micro_batches = sum(one.micro_batches for one in passes)
     # TRL feeds bfd rows without padding: their empty room is computed by nobody
-    whole_positions = (
-        figures.useful_tokens if candidate.arrangement.name in ("bfd", "bfd_split") else figures.computed_positions
-    )
-    return correction(
-        fit_step_cost(steps),
-        sample=(micro_batches / tokens, positions / tokens),
-        whole=(figures.micro_batches / figures.useful_tokens, whole_positions / figures.useful_tokens),
-    )
+    unpadded = candidate.arrangement.name in ("bfd", "bfd_split")
+    positions = figures.useful_tokens if unpadded else figures.computed_positions
+    return figures.micro_batches / figures.useful_tokens, positions / figures.useful_tokens
 
 
 def _no_rate(detail: str | None) -> tuple[Outcome, str]:
     return "error", detail or "it ended before one pass over the sample was complete"
 
 
-def _foretold_pass(trial: Trial, sample: Sample) -> float:
+def _foretold_pass(setting: Setting, trial: Trial, sample: Sample) -> float:
     """Seconds a pass will take, from the last step of the warm-up: those before it allocate and compile."""
     steps = [step for step in trial.steps if step.pass_index == 0]
     if len(steps) < trial.plan.warm_up_steps or any(step.pass_index > 0 for step in trial.steps):
         return 0.0
-    return steps[-1].seconds * sample.steps
+    last, base = steps[-1], setting.space.baseline
+    # a step of this one's tokens and padding is not every step
+    positions = setting.space.tokens_per_step * _work_per_token(setting, base)[1]
+    return last.seconds / (last.useful_tokens + last.padding_tokens) * positions * sample.steps
 
 
-def _hopeless(trial: Trial, sample: Sample, best: Estimate) -> bool:
+def _hopeless(setting: Setting, trial: Trial, candidate: Candidate, sample: Sample, best: Estimate) -> bool:
     current = [step for step in trial.steps if step.pass_index == 1]
     if not current or 1 in trial.ended_passes:
         return False
-    arrangement_steps = max(2, sample.steps)
-    return cannot_reach(current, steps_per_pass=arrangement_steps, best_low=best.low)
+    tokens = sum(step.useful_tokens for step in current)
+    positions = tokens + sum(step.padding_tokens for step in current)
+    # these steps may be padded more than the data is; it is never pruned for that
+    scale = max(1.0, positions / tokens / _work_per_token(setting, candidate)[1]) if tokens else 1.0
+    return cannot_reach(current, steps_per_pass=max(2, sample.steps), best_low=best.low, scale=scale)
 
 
 def _known(setting: Setting, trial: Trial, candidate: Candidate, best: Estimate | None) -> bool:

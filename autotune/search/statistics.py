@@ -92,6 +92,21 @@ def correction(cost: StepCost, *, sample: tuple[float, float], whole: tuple[floa
     return here / there if there > 0 else 1.0
 
 
+def on_whole_data(passes: Sequence[Pass], cost: StepCost, whole: tuple[float, float]) -> tuple[Pass, ...]:
+    """Each pass with the seconds it would have taken were its documents padded and packed as the whole data is.
+
+    Every pass visits the same documents in another order, so its padding differs from that of other passes and of
+    the data: that is known exactly, and is no noise. `whole` is (micro-batches, positions) per useful token.
+    """
+    adjusted = []
+    for one in passes:
+        tokens = one.useful_tokens
+        sample = (one.micro_batches / tokens, (tokens + one.padding_tokens) / tokens)
+        factor = correction(cost, sample=sample, whole=whole)
+        adjusted.append(msgspec.structs.replace(one, seconds=one.seconds / factor))
+    return tuple(adjusted)
+
+
 def rate_of(passes: Sequence[Pass], steps: Sequence[Step]) -> Estimate:
     """The rate over complete passes, with the interval that its steps and passes show.
 
@@ -112,7 +127,7 @@ def rate_of(passes: Sequence[Pass], steps: Sequence[Step]) -> Estimate:
         ]
         degrees = len(measured) - 2
         spread = math.sqrt(sum(residual * residual for residual in residuals) / degrees * len(measured))
-        relative = max(relative, student_t(degrees) * spread / seconds)
+        relative = max(relative, student_t(degrees) * spread / sum(step.seconds for step in measured))
     if len(passes) > 1:
         rates = [one.rate for one in passes]
         mean = sum(rates) / len(rates)
@@ -136,11 +151,12 @@ def ratio_of(pairs: Sequence[tuple[Pass, Pass]]) -> Estimate:
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
-def cannot_reach(steps: Sequence[Step], *, steps_per_pass: int, best_low: float) -> bool:
+def cannot_reach(steps: Sequence[Step], *, steps_per_pass: int, best_low: float, scale: float = 1.0) -> bool:
     """Whether a pass that began like this cannot end as fast as the best.
 
-    `steps` are the steps of the current pass so far. The margin is wide at first, since early steps may hold other
-    lengths than the rest, and narrows as the pass goes on: 60 % after a tenth of it, 12 % after a half, 6 % at the end.
+    `steps` are the steps of the current pass so far, `scale` how much faster the whole data may be than these. The
+    margin is wide at first, since early steps may hold other lengths than the rest, and narrows as the pass goes on:
+    60 % after a tenth of it, 12 % after a half, 6 % at the end.
     """
     if len(steps) < 2:
         return False
@@ -148,4 +164,4 @@ def cannot_reach(steps: Sequence[Step], *, steps_per_pass: int, best_low: float)
     seconds = sum(step.seconds for step in steps)
     done = min(1.0, len(steps) / max(1, steps_per_pass))
     margin = 0.06 + 0.06 * (1 - done) / max(done, 0.1)
-    return tokens / seconds * (1 + min(margin, 0.6)) < best_low
+    return scale * tokens / seconds * (1 + min(margin, 0.6)) < best_low

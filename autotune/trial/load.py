@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from pathlib import Path
 
 import psutil
 
-SAMPLE_SECONDS = 0.25
+SAMPLE_SECONDS = 0.2
 
 
 class LoadMeter:
@@ -41,17 +43,26 @@ class LoadMeter:
 
     def _tree_seconds(self) -> float:
         """Processor seconds of the trial's processes, those that have ended as last seen."""
-        try:
-            guard = psutil.Process(self._pid)
-            processes = [guard, *guard.children(recursive=True)]
-        except psutil.Error:
-            processes = []
-        for process in processes:
-            try:
-                self._tree[process.pid] = _seconds_of(process)
-            except psutil.Error:
-                continue
+        for pid in _tree(self._pid):
+            with contextlib.suppress(psutil.Error):
+                self._tree[pid] = _seconds_of(psutil.Process(pid))
         return sum(self._tree.values())
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and all below it. On Linux by `children` of proc(5), since looking through every process of the
+    machine, as psutil does, takes 5 ms of a core that may be measured on."""
+    pids = [pid]
+    try:
+        for one in pids:
+            for children in Path(f"/proc/{one}/task").glob("*/children"):
+                pids += map(int, children.read_text().split())
+    except OSError:  # ended meanwhile
+        return pids
+    if len(pids) == 1 and not Path(f"/proc/{pid}/task/{pid}/children").exists():
+        with contextlib.suppress(psutil.Error):
+            pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return pids
 
 
 def _seconds_of(process: psutil.Process) -> float:

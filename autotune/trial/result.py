@@ -47,6 +47,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     detail: str | None = None
     rate: float | None = None
     rate_interval: tuple[float, float] | None = None
+    foretold_pass_seconds: float | None = None  # of a trial that was stopped because its passes would be too long
     partial_rate: float | None = None  # of a pruned trial: as far as it came
     pass_steps: int = 0  # optimizer steps of the baseline in a pass over the documents of this trial
     passes: tuple[Pass, ...] = ()
