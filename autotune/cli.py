@@ -28,7 +28,7 @@ Find the fastest way to run a TRL training on this machine, and write it back as
   trl-autotune sft --config sft.yaml --auto     tune, and write autotune-runs/.../tuned.yaml
   trl-autotune sft --demo --auto                see it work on a small model made on the spot
   trl-autotune launch RUN                       train with what a run found
-  trl-autotune report RUN                       what a run tried, what won and why
+  trl-autotune report RUN [--python]            what a run tried, what won and why; or the winner in Python
 
 METHOD and its options are exactly `trl`'s: put `-autotune` after `trl`."""
 
@@ -285,13 +285,17 @@ def _launch(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    path = _run_argument("report", arguments) / "report.md"
+    python = "--python" in arguments
+    path = _run_argument("report", [one for one in arguments if one != "--python"]) / "report.md"
     try:
         text = path.read_text()
     except OSError:
         raise AutotuneError(
             f"there is no `{path}`", hint="a run writes it when it ends; `--resume` ends one that was cut short"
         ) from None
+    if python:
+        parts = text.split("```python\n")
+        text = parts[1].partition("```")[0] if len(parts) > 1 else "# nothing to change: yours is kept\n"
     print(text, end="")
     return 0
 

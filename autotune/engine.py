@@ -134,7 +134,8 @@ def prepare(
             f"this job's launcher sets {different}, which a forked trial cannot take over",
             hint="run again with `--cold`: every trial is then a fresh process",
         )
-    _note(emit, "machine", f"{describe(machine)}   {wording.precision(job, machine)}")
+    precision = wording.precision(job, machine)
+    _note(emit, "machine", f"{describe(machine)}   {precision.value}: {precision.reason}")
     if len(machine.gpus) > 1:
         _note(emit, "machine", f"{len(machine.gpus)} GPUs are here and one is used: several are not tuned yet")
     for problem in machine.problems:
@@ -214,7 +215,7 @@ def dry_run(plan: Plan) -> dict[str, Any]:
     return {
         "schema": 1,
         "method": prepared.job.method,
-        "precision": msgspec.to_builtins(prepared.machine.precision),
+        "precision": msgspec.to_builtins(wording.precision(prepared.job, prepared.machine)),
         "candidates": space.size,
         "estimate": {"seconds": round(estimated_seconds(plan))},
         "axes": msgspec.to_builtins(space.axes),
@@ -250,6 +251,7 @@ def tune(
         events.write(event)
         emit(event)
 
+    precision = wording.precision(job, prepared.machine)
     say(
         RunStarted(
             run=str(folder),
@@ -258,8 +260,8 @@ def tune(
             data=wording.data_name(job),
             config=job.config_path,
             machine=describe(prepared.machine),
-            precision=prepared.machine.precision.value,
-            precision_reason=prepared.machine.precision.reason,
+            precision=precision.value,
+            precision_reason=precision.reason,
             candidates=plan.space.size,
             budget_seconds=prepared.budget_seconds,
         )

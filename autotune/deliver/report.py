@@ -51,9 +51,10 @@ def epoch_seconds(setting: Setting, candidate: Candidate, rate: float) -> float:
 
 def _job(setting: Setting) -> str:
     job, machine = setting.job, setting.machine
+    precision = wording.precision(job, machine)
     lines = [
         f"* job: {wording.job_line(job).replace('  ', ' ')}",
-        f"* machine: {describe(machine)}; {wording.precision(job, machine)}",
+        f"* machine: {describe(machine)}; {precision.value}: {precision.reason}",
         f"* data: {wording.data_line(setting.data)}",
     ]
     lines += [f"* added so that it runs here: `{name}: {value}`" for name, value in job.additions.items()]

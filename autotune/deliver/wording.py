@@ -9,6 +9,7 @@ from typing import Any
 from autotune.job import Job, effective
 from autotune.plan.data import Data
 from autotune.plan.space import Space
+from autotune.probe.facts import Fact
 from autotune.probe.machine import Machine
 from autotune.search.statistics import Estimate
 
@@ -67,17 +68,17 @@ def job_attention(job: Job) -> str | None:
     return str(value) if value is not None else None
 
 
-def precision(job: Job, machine: Machine) -> str:
+def precision(job: Job, machine: Machine) -> Fact:
     """What the job computes in, and who decided: the user, TRL's default, or the machine."""
     resolved = job.resolved
     value = "bf16" if resolved.get("bf16") else "fp16" if resolved.get("fp16") else "float32"
     added = next((job.addition_reasons[name] for name in ("bf16", "fp16") if name in job.additions), None)
     if added is not None:
-        return f"{value}: {added}"
+        return Fact(value, added)
     if any(name in job.options for name in ("bf16", "fp16")):
-        return f"{value}: as your job has it"
+        return Fact(value, "as your job has it")
     suits = value == machine.precision.value
-    return f"{value}: TRL's default" + (f", and {machine.precision.reason}" if suits else "")
+    return Fact(value, "TRL's default" + (f", and {machine.precision.reason}" if suits else ""))
 
 
 def kernels_line(machine: Machine) -> str:

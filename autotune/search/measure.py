@@ -20,6 +20,7 @@ from autotune.trial.runner import Trial, to_json
 POLL_SECONDS = 0.02
 ENOUGH = 0.022  # half the interval as a share of the rate, below which a rate is known well enough
 MOST_PASSES = 3  # of a trial in the search; the confirmation goes on for longer
+LONGEST_SHARE = 0.12  # of the budget, for the passes of one trial, beyond the first
 CONTENDS = 0.97  # of the best rate: one that reaches this is measured on
 
 
@@ -229,5 +230,7 @@ def _known(setting: Setting, trial: Trial, candidate: Candidate, best: Estimate 
         return False
     estimate = corrected_rate(setting, trial, candidate, passes)
     if best is not None and estimate.high < best.low * CONTENDS:
+        return True
+    if sum(one.seconds for one in passes) + passes[-1].seconds > LONGEST_SHARE * setting.budget_seconds:
         return True
     return estimate.half_width <= ENOUGH

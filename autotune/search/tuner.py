@@ -28,7 +28,7 @@ PASS_SHARE = 0.06  # of the budget, for one pass of the baseline
 PATIENCE = 14  # trials in a row without a gain, after which the search ends
 GAIN = 1.01
 TIE = 0.02  # what two finalists may differ by and still be called equally fast
-ROUNDS_FORESEEN = 5  # of the confirmation
+ROUNDS_FORESEEN = 4  # of the confirmation
 SAME_FAILURES = 4
 SLACK_CORES = 0.25  # what others may use of the cores a trial needs
 MOST_TRIES = 2  # of one candidate on a busy machine
@@ -66,6 +66,7 @@ class Tuner:
         self._sample: Sample | None = None
         self._confirmed: Confirmed | None = None
         self._again = MOST_REPEATS
+        self._gates_failed = 0
         self._gates: tuple[Gate, ...] = ()
         self._memory: list[TrialResult] = []
         self._search_seconds = 0.0
@@ -361,6 +362,10 @@ class Tuner:
             finalists = self._finalists()
             if not finalists:
                 return
+            if self._gates_failed and baseline is not None and setting.seconds_left() <= 0:
+                for one in finalists:
+                    self._drop(one.candidate, "the budget is used up before it could be checked")
+                return
             seconds = setting.seconds_left() - self._seconds_to_check()
             reference = base if baseline is not None else finalists[0].candidate
             others = [one.candidate for one in finalists if one.candidate != reference]
@@ -381,6 +386,7 @@ class Tuner:
             if all(gate.passed for gate in gates):
                 self._gates = gates
                 return
+            self._gates_failed += 1
             self._drop(winner, "; ".join(f"{gate.name}: {gate.detail}" for gate in gates if not gate.passed))
             self._confirmed = None
 
@@ -424,8 +430,8 @@ class Tuner:
         if result is None or winner == setting.space.baseline:
             return ()
         gates.append(stays_finite(setting, result))
-        gates.append(ran_as_asked(result))
         reference = confirmed.results.get(setting.space.baseline)
+        gates.append(ran_as_asked(result, reference, setting.space.baseline))
         if reference is not None:
             agreement = losses_agree(setting, winner, result, reference)
             if agreement is not None:
