@@ -162,7 +162,7 @@ def test_a_baseline_that_runs_out_of_memory_gives_way_to_one_that_runs(tmp_path:
     """The demo's settings hold 0.9 GB or more on its longest documents; smaller micro-batches do not."""
     done = autotune(
         tmp_path,
-        *("--demo", "--auto", "--json", "--memory-limit", "750MB", "--trials", "4", "--budget", "90s"),
+        *("--demo", "--auto", "--json", "--memory-limit", "750MB", "--trials", "4", "--budget", "60s"),
         *("--run-folder", "run"),
     )
     assert done.returncode == 0, done.stderr
