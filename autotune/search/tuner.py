@@ -24,7 +24,7 @@ from autotune.trial.result import TrialResult
 PASS_STEPS = 12  # optimizer steps of the baseline in one pass over the sample
 FEWEST_PASS_STEPS = 4
 FEWEST_ROWS = 96  # below this the sample's packing is too far from the data's
-PASS_SHARE = 0.06  # of the budget, for one pass of the baseline
+PASS_SHARE = 0.05  # of the budget, for one pass of the baseline
 PATIENCE = 14  # trials in a row without a gain, after which the search ends
 GAIN = 1.01
 TIE = 0.02  # what two finalists may differ by and still be called equally fast
@@ -35,7 +35,7 @@ MOST_TRIES = 2  # of one candidate on a busy machine
 MOST_REPEATS = 6  # in one search
 FINALIST_WITHIN = 0.96  # of the best rate
 MOST_FINALISTS = 2
-CONFIRM_SHARE = 0.35  # of the budget, at most
+CONFIRM_SHARE = 0.45  # of the budget, at most
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -336,11 +336,13 @@ class Tuner:
         baseline, best = self.baseline, self.best
         if best is None:
             return 0.0
-        arms = [best, baseline] if baseline is not None else [best]
-        rounds = sum(
-            ROUNDS_FORESEEN * one.passes[0].seconds + (one.startup_seconds or 1.0) for one in arms if one.passes
-        )
-        return min(rounds + self._seconds_to_check(), CONFIRM_SHARE * self.setting.budget_seconds)
+        arms = [best] * MOST_FINALISTS + ([baseline] if baseline is not None else [])
+        seconds = 0.0
+        for arm in arms:
+            a_pass = arm.passes[0]
+            warm_up = 2 * a_pass.seconds / a_pass.steps
+            seconds += ROUNDS_FORESEEN * a_pass.seconds + (arm.startup_seconds or 1.0) + warm_up
+        return min(seconds + self._seconds_to_check(), CONFIRM_SHARE * self.setting.budget_seconds)
 
     def _seconds_to_check(self) -> float:
         """What the memory trial, the gates and the files will take."""
