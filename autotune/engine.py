@@ -31,8 +31,9 @@ from autotune.probe.attention import probe_attention
 from autotune.probe.lengths import measure_lengths
 from autotune.probe.machine import Machine, describe, probe_machine
 from autotune.probe.model import probe_model
+from autotune.search.found import Found
 from autotune.search.setting import Setting
-from autotune.search.tuner import Found, Tuner
+from autotune.search.tuner import Tuner
 
 DEFAULT_BUDGET_SECONDS = 600.0
 MEMORY_SHARE = 0.9  # of the memory that is free, for one trial on a CPU

@@ -20,9 +20,8 @@ from pathlib import Path
 
 from autotune import engine
 from autotune.events import Phase
-from autotune.search.measure import Sample
+from autotune.search.samples import Sample, draw
 from autotune.search.setting import Setting
-from autotune.search.tuner import Tuner
 
 RUNTIME = re.compile(r"['\"]train_runtime['\"]: ['\"]?([0-9.e+]+)")
 
@@ -73,8 +72,7 @@ def main() -> None:
         with engine.children_for(options) as (children, options, machine):
             plan = engine.prepare(options, children, machine, emit=lambda _event: None)
             setting = engine.setting_of(plan, folder, children, emit=lambda _event: None, started=time.monotonic())
-            tuner = Tuner(setting, [])
-            sample = tuner.draw(12)
+            sample = draw(setting, 12)
             trial_seconds(setting, 0, sample)  # fills the cache of the tokenised sample, as the baseline's trial does
             config = setting.trial_folder(0) / "trl.yaml"
             fresh_seconds(config, folder, "sft")

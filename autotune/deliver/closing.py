@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from autotune.deliver import wording
 from autotune.deliver.report import epoch_seconds
 from autotune.events import Topic
+from autotune.search.found import Found
 from autotune.search.setting import Setting
-from autotune.search.tuner import Found
 
 
 def lines(setting: Setting, found: Found, *, seconds: float) -> Iterator[tuple[Topic, str]]:

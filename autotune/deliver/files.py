@@ -17,8 +17,8 @@ from autotune.job import Job, write_job
 from autotune.plan import recipe
 from autotune.plan.lengths_report import percentiles
 from autotune.probe.machine import Machine
+from autotune.search.found import Found
 from autotune.search.setting import Setting
-from autotune.search.tuner import Found
 from profiles import Profile, to_yaml
 from profiles.profile import Evidence, ValidFor
 

@@ -8,8 +8,8 @@ from autotune.deliver import wording
 from autotune.plan.recipe import Change
 from autotune.plan.space import Candidate
 from autotune.probe.machine import describe
+from autotune.search.found import Found, describe_failure
 from autotune.search.setting import Setting
-from autotune.search.tuner import Found, describe_failure
 from autotune.trial.result import TrialResult
 
 

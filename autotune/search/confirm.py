@@ -14,13 +14,13 @@ import psutil
 from autotune.plan.space import Candidate
 from autotune.search.measure import (
     POLL_SECONDS,
-    Sample,
     conclude,
     corrected_passes,
     finished,
     forward,
     started,
 )
+from autotune.search.samples import Sample
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate, ratio_of
 from autotune.trial.result import Pass, TrialResult, passes_of

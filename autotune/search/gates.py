@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from autotune.children import ChildError
@@ -29,11 +27,10 @@ class Gate(msgspec.Struct, frozen=True):
     value: float | None = None
 
 
-def stays_finite(setting: Setting, result: TrialResult) -> Gate:
+def stays_finite(result: TrialResult) -> Gate:
     """Every loss the trial reported is a finite number."""
-    losses = [loss for loss in result.losses if loss is not None]
-    finite = len(losses) == len(result.losses) and all(math.isfinite(loss) for loss in losses)
-    return Gate("finite loss", finite and bool(losses), f"{len(losses)} of {len(result.losses)} losses are finite")
+    finite = 0 < result.steps == result.finite_steps
+    return Gate("finite loss", finite, f"in {result.finite_steps} of {result.steps} steps")
 
 
 def ran_as_asked(result: TrialResult, reference: TrialResult | None, baseline: Candidate) -> Gate:

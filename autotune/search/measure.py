@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from autotune.child import write_whole
 from autotune.events import AnyEvent, Finished, Note, Outcome, Step, TrialFinished, TrialStarted
 from autotune.plan.space import Candidate
+from autotune.search.samples import MEMORY_STEPS, Sample
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate, cannot_reach, fit_step_cost, on_whole_data, rate_of
 from autotune.trial.load import LoadMeter
@@ -22,15 +23,6 @@ ENOUGH = 0.022  # half the interval as a share of the rate, below which a rate i
 MOST_PASSES = 3  # of a trial in the search; the confirmation goes on for longer
 LONGEST_SHARE = 0.12  # of the budget, for the passes of one trial, beyond the first
 CONTENDS = 0.97  # of the best rate: one that reaches this is measured on
-
-
-class Sample:
-    """The documents every arm passes over, and the figures of a whole pass at the baseline's settings."""
-
-    def __init__(self, path: Path, rows: int, steps: int) -> None:
-        self.path = path
-        self.rows = rows
-        self.steps = steps  # optimizer steps of the baseline in one pass
 
 
 def measure(
@@ -85,7 +77,7 @@ def measure(
 
 def run_memory_trial(setting: Setting, index: int, candidate: Candidate, sample: Sample, *, reason: str) -> TrialResult:
     """Three optimizer steps on the longest rows: what the candidate needs at its worst."""
-    trial = setting.trial(index, candidate, sample.path, purpose="memory", passes=0, warm_up_steps=3)
+    trial = setting.trial(index, candidate, sample.path, purpose="memory", passes=0, warm_up_steps=MEMORY_STEPS)
     started(setting, trial, candidate, reason)
     try:
         trial.start()
@@ -168,6 +160,8 @@ def conclude(setting: Setting, trial: Trial, candidate: Candidate, *, pruned: bo
         partial_rate=partial,
         passes=passes,
         losses=tuple(step.loss for step in trial.steps[:3]),
+        steps=len(trial.steps),
+        finite_steps=sum(step.loss is not None and math.isfinite(step.loss) for step in trial.steps),
         actual_attention=trial.hello.actual_attention if trial.hello else None,
         peak_bytes=trial.peak_bytes(),
         startup_seconds=trial.first_step_at - trial.started if trial.first_step_at is not None else None,

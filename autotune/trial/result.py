@@ -52,6 +52,8 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     pass_steps: int = 0  # optimizer steps of the baseline in a pass over the documents of this trial
     passes: tuple[Pass, ...] = ()
     losses: tuple[float | None, ...] = ()  # of the first steps
+    steps: int = 0
+    finite_steps: int = 0  # whose loss was a finite number
     actual_attention: str | None = None
     peak_bytes: int | None = None
     others_cores: float = 0.0  # cores that other processes kept busy meanwhile

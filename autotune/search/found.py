@@ -1,0 +1,49 @@
+"""What a search has found, at its end or at any moment before."""
+
+from __future__ import annotations
+
+import msgspec
+
+from autotune.events import RunOutcome
+from autotune.plan.space import Candidate
+from autotune.search.gates import Gate
+from autotune.search.statistics import Estimate
+from autotune.trial.result import TrialResult
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search ends with. `winner` is the baseline when nothing beat it."""
+
+    outcome: RunOutcome
+    winner: Candidate
+    baseline: TrialResult | None
+    best: TrialResult | None
+    speedup: Estimate | None
+    confirmed_rounds: int
+    results: tuple[TrialResult, ...]
+    ruled_out: dict[Candidate, str]
+    gates: tuple[Gate, ...] = ()
+    memory: tuple[TrialResult, ...] = ()  # of the longest rows: the winner, and the baseline where it ran
+    search_seconds: float = 0.0
+    confirm_seconds: float = 0.0
+
+
+def describe_failure(result: TrialResult) -> str:
+    """Why a trial did not run, in words: "out of memory in backward"."""
+    words = {"oom": "out of memory", "error": "an error", "killed": "killed", "hung": "no sign of life"}
+    what = words.get(result.outcome, result.outcome)
+    where = f" in {result.where}" if result.where else ""
+    detail = f" ({result.detail})" if result.detail else ""
+    return f"{what}{where}{detail}"
+
+
+def estimate_of(result: TrialResult) -> Estimate:
+    """The rate of a trial that has one, with its interval."""
+    low, high = result.rate_interval or (result.rate or 0.0, result.rate or 0.0)
+    return Estimate(result.rate or 0.0, low, high)
+
+
+def unconfirmed(baseline: TrialResult, best: TrialResult) -> Estimate:
+    """The ratio of two rates measured one after the other, with the widest interval their own allow."""
+    mine, theirs = estimate_of(best), estimate_of(baseline)
+    return Estimate(mine.value / theirs.value, mine.low / theirs.high, mine.high / theirs.low)

@@ -1,0 +1,67 @@
+"""When a search has tried enough, and what the time after it is needed for."""
+
+from __future__ import annotations
+
+from autotune.search.finals import MOST_FINALISTS
+from autotune.search.setting import Setting
+from autotune.trial.result import TrialResult
+
+PATIENCE = 14  # trials in a row without a gain, after which the search ends
+GAIN = 1.01
+SAME_FAILURES = 4
+ROUNDS_FORESEEN = 4  # of the confirmation
+CONFIRM_SHARE = 0.45  # of the budget, at most
+
+
+def reason_to_stop(
+    setting: Setting, results: list[TrialResult], *, baseline: TrialResult | None, best: TrialResult | None
+) -> str | None:
+    """Why no further candidate is tried, in words; None while the search goes on."""
+    if setting.trial_limit is not None and len(results) >= setting.trial_limit:
+        return f"the limit of {setting.trial_limit} trials is reached"
+    a_trial = max((result.seconds for result in results[-5:]), default=5.0)
+    if setting.seconds_left() < seconds_to_confirm(setting, baseline=baseline, best=best) + a_trial:
+        return "what is left of the budget goes to the confirmation"
+    if _all_fail_alike(results):
+        return f"the first {SAME_FAILURES} trials failed in the same way"
+    if _trials_without_gain(results) >= PATIENCE:
+        return f"no gain in the last {PATIENCE} trials"
+    return None
+
+
+def seconds_to_confirm(setting: Setting, *, baseline: TrialResult | None, best: TrialResult | None) -> float:
+    """What the confirmation and the checks will take, from what passes took so far."""
+    if best is None:
+        return 0.0
+    arms = [best] * MOST_FINALISTS + ([baseline] if baseline is not None else [])
+    seconds = seconds_to_check(baseline or best)
+    for arm in arms:
+        a_pass = arm.passes[0]
+        warm_up = 2 * a_pass.seconds / a_pass.steps
+        seconds += ROUNDS_FORESEEN * a_pass.seconds + (arm.startup_seconds or 1.0) + warm_up
+    return min(seconds, CONFIRM_SHARE * setting.budget_seconds)
+
+
+def seconds_to_check(slowest: TrialResult | None) -> float:
+    """What the memory trial, the other checks and the files will take; `slowest` is the baseline where it ran."""
+    if slowest is None or not slowest.passes:
+        return 0.0
+    longest_step = 2.5 * slowest.passes[0].seconds / slowest.passes[0].steps
+    return 2.0 + 2 * (slowest.startup_seconds or 1.0) + 3 * longest_step
+
+
+def _all_fail_alike(results: list[TrialResult]) -> bool:
+    """Whether nothing ran and all say the same, memory aside: another setting will not mend that."""
+    failures = {(result.outcome, result.where, result.detail) for result in results}
+    alike = len(results) >= SAME_FAILURES and len(failures) == 1
+    return alike and results[0].outcome in ("error", "killed", "hung")
+
+
+def _trials_without_gain(results: list[TrialResult]) -> int:
+    """Trials since the last that was faster than all before it by more than `GAIN`."""
+    best_rate, since = 0.0, 0
+    for result in results:
+        since += 1
+        if (result.rate or 0.0) > best_rate * GAIN:
+            best_rate, since = result.rate or 0.0, 0
+    return since
