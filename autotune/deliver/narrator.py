@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 TOPIC_WIDTH = 9
-LABEL_WIDTH = 62
+SETTING_COLUMN = 43  # where the settings of the table begin
 PHASES = {
     "start": "starting",
     "load_model": "loading the model",
@@ -35,7 +35,7 @@ OUTCOMES = {
     "error": "failed",
     "killed": "killed",
     "hung": "hung",
-    "pruned": "stopped early: cannot reach the best",
+    "pruned": "stopped early",
     "stopped": "stopped",
 }
 
@@ -100,27 +100,27 @@ class Narrator:
                 pass
 
     def _trial(self, event: TrialFinished) -> None:
+        if event.outcome == "stopped" and event.purpose == "speed":
+            return  # it told how long a pass takes, and a note says what follows
         if not self._table:
             self._table = True
             self._print("")
-            self._print(f"{'#':>4}  {'setting':<{LABEL_WIDTH}} {'useful tok/s':>16}  {'memory':>8}  {'vs yours':>8}")
-        label = f"{event.trial:>4}  {event.label:<{LABEL_WIDTH}}"
-        kind = {"confirm": " again, in turns", "memory": " on the longest rows"}.get(event.purpose, "")
-        if event.rate is None and event.outcome == "ok":
-            self._print(f"{label} {'':>16}  {wording.gigabytes(event.peak_bytes):>8}{kind}")
+            self._print(self._row("#", "vs yours", "useful tokens/s", "memory", "setting"))
+        kind = {"confirm": " (in turns)", "memory": " (longest rows)"}.get(event.purpose, "")
+        number, label, memory = str(event.trial), event.label + kind, wording.gigabytes(event.peak_bytes)
+        if event.rate is not None:
+            against = f"{event.ratio:.2f}x" if event.ratio else "1.00x" if event.trial == 0 else ""
+            self._print(self._row(number, against, _with_spread(event.rate, event.rate_interval), memory, label))
             return
-        if event.rate is None:
-            where = f" in {event.where}" if event.where and event.outcome in ("oom", "error") else ""
-            detail = f": {event.detail}" if event.detail and event.outcome not in ("pruned",) else ""
-            self._print(f"{label} {OUTCOMES.get(event.outcome, event.outcome)}{where}{detail}")
-            return
-        spread = ""
-        if event.rate_interval is not None:
-            half = (event.rate_interval[1] - event.rate_interval[0]) / 2
-            spread = f" +- {wording.rate(half)}"
-        against = f"{event.ratio:.2f}x" if event.ratio else "1.00x" if event.trial == 0 else ""
-        memory = wording.gigabytes(event.peak_bytes)
-        self._print(f"{label} {wording.rate(event.rate) + spread:>16}  {memory:>8}  {against:>8}{kind}")
+        outcome = "" if event.outcome == "ok" else OUTCOMES.get(event.outcome, event.outcome)
+        self._print(self._row(number, "", outcome, memory, label))
+        if event.detail and event.outcome != "pruned":
+            where = f"in {event.where}: " if event.where else ""
+            self._print(f"{'':{SETTING_COLUMN}}{where}{event.detail}")
+
+    @staticmethod
+    def _row(number: str, against: str, rate: str, memory: str, setting: str) -> str:
+        return f"{number:>4}  {against:>8}  {rate:>16}  {memory:>7}  {setting}"
 
     def _end(self, event: RunFinished) -> None:
         self._progress.stop()
@@ -159,3 +159,9 @@ class Narrator:
         if what is not None:
             self._progress.update(self._task, description=what)
         self._progress.update(self._task, completed=done, total=of, left=left)
+
+
+def _with_spread(rate: float, interval: tuple[float, float] | None) -> str:
+    if interval is None:
+        return wording.rate(rate)
+    return f"{wording.rate(rate)} +- {wording.rate((interval[1] - interval[0]) / 2)}"

@@ -88,8 +88,15 @@ def kernels_line(machine: Machine) -> str:
     for one in machine.attention:
         if not one.usable:
             reasons.setdefault(one.reason, []).append(one.name.removeprefix("kernels-community/"))
-    out = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    out = "; ".join(_out(names, reason) for reason, names in reasons.items())
     return "  ".join(usable) + (f"   not {out}" if out else "")
+
+
+def _out(names: list[str], reason: str) -> str:
+    if len(names) == 1 and reason.startswith(names[0]):
+        return reason
+    shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    return f"{shown}: {reason}"
 
 
 def data_line(data: Data) -> str:

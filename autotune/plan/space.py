@@ -50,16 +50,24 @@ class Candidate(msgspec.Struct, frozen=True):
     threads: int | None = None
 
     def __str__(self) -> str:
-        parts = [
-            str(self.arrangement),
-            self.attention.removeprefix("kernels-community/"),
-            "checkpointing" if self.checkpointing else "no checkpointing",
-        ]
-        if self.threads is not None:
-            parts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
-        if self.workers:
-            parts.append(f"{self.workers} worker{'s' if self.workers > 1 else ''}")
-        return ", ".join(parts)
+        return self.describe()
+
+    def describe(self, other_than: Candidate | None = None) -> str:
+        """The choices in words; with `other_than` only the arrangement and what differs from that candidate."""
+        parts = {
+            "arrangement": str(self.arrangement),
+            "attention": self.attention.removeprefix("kernels-community/"),
+            "checkpointing": "checkpointing" if self.checkpointing else "no checkpointing",
+            "threads": "" if self.threads is None else f"{self.threads} thread{'s' if self.threads > 1 else ''}",
+            "workers": f"{self.workers or 'no'} worker{'' if self.workers == 1 else 's'}",
+        }
+        if other_than is None and not self.workers:
+            parts["workers"] = ""
+        same = [name for name in parts if other_than and getattr(self, name) == getattr(other_than, name)]
+        for name in same:
+            if name != "arrangement":
+                parts[name] = ""
+        return ", ".join(part for part in parts.values() if part)
 
     def differences(self, other: Candidate) -> int:
         """On how many axes the two differ."""

@@ -116,5 +116,6 @@ class Setting:
         return WARM_UP_STEPS + (COMPILE_STEPS if self.job.resolved.get("torch_compile") else 0)
 
     def label(self, candidate: Candidate) -> str:
-        """How a person calls the candidate."""
-        return f"yours ({candidate})" if candidate == self.space.baseline else str(candidate)
+        """How a person calls the candidate: yours in full, others by how they differ from it."""
+        base = self.space.baseline
+        return f"yours ({candidate})" if candidate == base else candidate.describe(other_than=base)
