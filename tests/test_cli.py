@@ -305,8 +305,18 @@ def test_a_dry_run_in_words_lists_every_axis(run: Run) -> None:
 def test_help_tells_every_option(run: Run) -> None:
     answer = run("--help")
     assert answer.code == 0
-    assert set(re.findall(r"--[a-z][a-z-]*", answer.out)) - {"--config"} == OPTIONS
+    assert set(re.findall(r"--[a-z][a-z-]*", answer.out)) - {"--config", "--python"} == OPTIONS
     assert run("-h").out == answer.out
+
+
+def test_the_winner_of_a_run_is_printed_as_python(run: Run, folder: Path) -> None:
+    (folder / "done").mkdir()
+    (folder / "done" / "report.md").write_text("# 2x\n\n```python\nSFTConfig(\n    packing=True,\n)\n```\n\nmore\n")
+    (folder / "kept").mkdir()
+    (folder / "kept" / "report.md").write_text("# kept\n")
+    assert run("report", "--python", "done").out == "SFTConfig(\n    packing=True,\n)\n"
+    assert run("report", "done", "--python").code == 0
+    assert run("report", "kept", "--python").out == "# nothing to change: yours is kept\n"
 
 
 def test_the_hint_to_a_misspelt_option_knows_every_option() -> None:
