@@ -27,12 +27,16 @@ Find the fastest way to run a TRL training on this machine, and write it back as
 
   trl-autotune sft --config sft.yaml --auto     tune, and write autotune-runs/.../tuned.yaml
   trl-autotune sft --demo --auto                see it work on a small model made on the spot
-  trl-autotune launch RUN                       train with what a run found
+  trl-autotune launch RUN [TRL options]         train with what a run found
   trl-autotune report RUN [--python]            what a run tried, what won and why; or the winner in Python
 
 METHOD and its options are exactly `trl`'s: put `-autotune` after `trl`."""
 
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+CANNOT_WRITE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # no room
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR),  # no such place, or not ours
+)
+LEAST_MEMORY_BYTES = 10**8  # importing TRL alone takes three times that
 LATER_COMMANDS = ("watch", "doctor", "lengths", "profile")
 
 
@@ -66,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in CANNOT_WRITE:
             raise
         print(f"error: cannot write {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
-        print("hint: make room, then go on with `--resume RUN`; what was measured is kept", file=sys.stderr)
+        room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        do = "make room" if room else "check that the folder is there and yours to write in"
+        print(f"hint: {do}, then go on with `--resume RUN`; what was measured is kept", file=sys.stderr)
         return 2
 
 
@@ -145,7 +151,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
 
 
 def _options(namespace: argparse.Namespace) -> Options:
-    from autotune.engine import DEFAULT_BUDGET_SECONDS, Options
+    from autotune.engine import Options
 
     if namespace.trials is not None and namespace.trials < 1:
         raise AutotuneError("`--trials` must be at least 1", hint="the first trial is your own settings")
@@ -163,7 +169,7 @@ def _options(namespace: argparse.Namespace) -> Options:
         method=namespace.method or "sft",
         arguments=tuple(namespace.arguments),
         folder=Path.cwd(),
-        budget_seconds=DEFAULT_BUDGET_SECONDS if namespace.budget is None else _seconds(namespace.budget),
+        budget_seconds=None if namespace.budget is None else _seconds(namespace.budget),
         trial_limit=namespace.trials,
         allowed=tuple(allowed),
         run_folder=namespace.run_folder,
@@ -275,12 +281,12 @@ def _launch(arguments: list[str]) -> int:
     from autotune import folder
     from autotune.deliver.files import launch
 
-    run = _run_argument("launch", arguments)
+    run, more = _run_argument("launch", arguments[:1]), arguments[1:]
     prepared = folder.read(run)
     config = run / "tuned.yaml"
     if not config.is_file():
         raise AutotuneError(f"`{run}` has no tuned.yaml", hint=f"finish it first: `trl-autotune --resume {run}`")
-    launch(prepared.job, prepared.machine, config.resolve())
+    launch(prepared.job, prepared.machine, config.resolve(), more)
     return 0
 
 
@@ -326,7 +332,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < 1e9:
-        raise AutotuneError(f"`--budget {text}` is no time", hint="write it as 90s, 10m or 2h")
+        raise AutotuneError(f"`--budget {text}` is not a duration", hint="write it as 90s, 10m or 2h")
     return value
 
 
@@ -339,6 +345,8 @@ def _bytes(text: str) -> int:
         value = int(float(number) * unit)
     except (ValueError, OverflowError):
         value = 0
-    if value <= 0:
-        raise AutotuneError(f"`--memory-limit {text}` is no size", hint="write it as 8GB or 500MB")
+    if value < LEAST_MEMORY_BYTES:
+        raise AutotuneError(
+            f"`--memory-limit {text}` is not a size", hint="write it as 8GB or 500MB, and as 100MB at least"
+        )
     return value

@@ -45,7 +45,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     method: str
     arguments: tuple[str, ...]
     folder: Path  # where relative paths start
-    budget_seconds: float = DEFAULT_BUDGET_SECONDS
+    budget_seconds: float | None = None  # 10 minutes, or for a run that is resumed what it was given
     trial_limit: int | None = None
     allowed: tuple[Grade, ...] = ()
     run_folder: Path | None = None
@@ -189,7 +189,7 @@ def prepare(
         model=model,
         lengths=lengths,
         allowed=tuple(sorted(allowed)),
-        budget_seconds=options.budget_seconds,
+        budget_seconds=options.budget_seconds or DEFAULT_BUDGET_SECONDS,
         trial_limit=options.trial_limit,
         memory_limit_bytes=memory_limit,
     )
@@ -197,12 +197,12 @@ def prepare(
 
 
 def resume(options: Options) -> Plan:
-    """The plan of an earlier run, with this command's budget."""
+    """The plan of an earlier run, with its budget anew, or this command's."""
     assert options.resume is not None
     prepared = run_folder.read(options.resume)
     prepared = msgspec.structs.replace(
         prepared,
-        budget_seconds=options.budget_seconds,
+        budget_seconds=options.budget_seconds or prepared.budget_seconds,
         trial_limit=options.trial_limit if options.trial_limit is not None else prepared.trial_limit,
     )
     data = Data(prepared.job, prepared.lengths, prepared.model)
@@ -242,10 +242,19 @@ def tune(
     resumed: bool = False,
 ) -> RunFinished:
     """Search and deliver in the run's folder. Ctrl-C and SIGTERM end it in good order, with the best so far."""
+    with run_folder.locked(folder):
+        if not resumed:
+            run_folder.check_new(folder)  # again: another run may have come and gone while this one looked around
+            report = wording.lengths_json(plan.data, lengths_report, plan.prepared.job)
+            run_folder.create(folder, plan.prepared, plan.space, report)
+        return _tune(plan, folder, children, started=started, emit=emit, resumed=resumed)
+
+
+def _tune(
+    plan: Plan, folder: Path, children: Children, *, started: float, emit: Listener, resumed: bool
+) -> RunFinished:
     prepared = plan.prepared
     job = prepared.job
-    if not resumed:
-        run_folder.create(folder, prepared, plan.space, wording.lengths_json(plan.data, lengths_report, job))
     events = EventWriter(folder / "events.jsonl")
 
     def say(event: AnyEvent) -> None:
@@ -267,9 +276,14 @@ def tune(
             budget_seconds=prepared.budget_seconds,
         )
     )
+    earlier = run_folder.results(folder) if resumed else []
+    if resumed:
+        _note(say, "job", wording.job_line(job))
+        _note(say, "data", wording.data_line(plan.data))
+        _note(say, "plan", f"going on after {len(earlier)} trials")
     _note(say, "plan", wording.plan_line(plan.space, estimated_seconds(plan), prepared.budget_seconds))
     setting = setting_of(plan, folder, children, emit=say, started=started)
-    tuner = Tuner(setting, run_folder.results(folder) if resumed else [])
+    tuner = Tuner(setting, earlier)
     failure: NoTrialFinishedError | None = None
     try:
         found = tuner.run()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from autotune.trial.result import TrialResult
 from autotune.trial.runner import to_json
 
 RUNS = "autotune-runs"
+LOCK = ".lock"
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +44,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_new(folder: Path) -> None:
     """Raise AutotuneError unless the folder is new or empty, and can be written."""
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(one.name != LOCK for one in folder.iterdir()):
         raise AutotuneError(
             f"the run folder `{folder}` is not empty", hint="name a new one, or go on with it by `--resume`"
         )
@@ -50,6 +53,20 @@ def check_new(folder: Path) -> None:
         raise AutotuneError(f"`{parent}` is no folder", hint="choose another place with `--run-folder DIR`")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise AutotuneError(f"cannot write in `{parent}`", hint="choose another place with `--run-folder DIR`")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other runs out of the folder; the system lets go of the lock when this process ends in any way."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AutotuneError(
+                f"another run is going on in `{folder}`", hint="wait for it, or name another folder by `--run-folder`"
+            ) from None
+        yield
 
 
 def default_name(job: Job) -> Path:

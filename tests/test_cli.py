@@ -15,7 +15,9 @@ import msgspec
 import pytest
 
 from autotune import __version__, cli, engine
+from autotune import folder as run_folder
 from autotune.children import Children
+from autotune.errors import AutotuneError
 from autotune.job_refusals import TUNER_OPTIONS
 from autotune.probe import machine
 from autotune.probe.machine import Machine
@@ -138,17 +140,18 @@ def check_refused(answer: Answer, what: str, hint: str, *, after_narration: bool
         ("sft --config sft.yaml --auto --allow all", "`--allow all` is not known", "rounded, changed"),
         ("sft --config sft.yaml --auto --allow changed,exakt", "`--allow exakt` is not known", "rounded, changed"),
         ("sft --config sft.yaml --auto --allow fewer-gpus", "`--allow fewer-gpus` is not built yet", "one GPU"),
-        ("sft --config sft.yaml --auto --budget soon", "`--budget soon` is no time", "90s, 10m or 2h"),
-        ("sft --config sft.yaml --auto --budget 0", "`--budget 0` is no time", "90s, 10m or 2h"),
-        ("sft --config sft.yaml --auto --budget=-3m", "`--budget -3m` is no time", "90s, 10m or 2h"),
-        ("sft --config sft.yaml --auto --budget nan", "`--budget nan` is no time", "90s, 10m or 2h"),
-        ("sft --config sft.yaml --auto --budget inf", "`--budget inf` is no time", "90s, 10m or 2h"),
-        ("sft --config sft.yaml --auto --budget=", "`--budget ` is no time", "90s, 10m or 2h"),
+        ("sft --config sft.yaml --auto --budget soon", "`--budget soon` is not a duration", "90s, 10m or 2h"),
+        ("sft --config sft.yaml --auto --budget 0", "`--budget 0` is not a duration", "90s, 10m or 2h"),
+        ("sft --config sft.yaml --auto --budget=-3m", "`--budget -3m` is not a duration", "90s, 10m or 2h"),
+        ("sft --config sft.yaml --auto --budget nan", "`--budget nan` is not a duration", "90s, 10m or 2h"),
+        ("sft --config sft.yaml --auto --budget inf", "`--budget inf` is not a duration", "90s, 10m or 2h"),
+        ("sft --config sft.yaml --auto --budget=", "`--budget ` is not a duration", "90s, 10m or 2h"),
         ("sft --config sft.yaml --auto --budget", "--budget", "`trl-autotune --help` lists the options"),
-        ("sft --config sft.yaml --auto --memory-limit lots", "`--memory-limit lots` is no size", "8GB or 500MB"),
-        ("sft --config sft.yaml --auto --memory-limit 0GB", "`--memory-limit 0GB` is no size", "8GB or 500MB"),
-        ("sft --config sft.yaml --auto --memory-limit=-1GB", "`--memory-limit -1GB` is no size", "8GB or 500MB"),
-        ("sft --config sft.yaml --auto --memory-limit 1e999", "`--memory-limit 1e999` is no size", "8GB or 500MB"),
+        ("sft --config sft.yaml --auto --memory-limit lots", "`--memory-limit lots` is not a size", "8GB or 500MB"),
+        ("sft --config sft.yaml --auto --memory-limit 5", "`--memory-limit 5` is not a size", "100MB at least"),
+        ("sft --config sft.yaml --auto --memory-limit 0GB", "`--memory-limit 0GB` is not a size", "8GB or 500MB"),
+        ("sft --config sft.yaml --auto --memory-limit=-1GB", "`--memory-limit -1GB` is not a size", "8GB or 500MB"),
+        ("sft --config sft.yaml --auto --memory-limit 1e999", "`--memory-limit 1e999` is not a size", "8GB or 500MB"),
         ("sft --config sft.yaml --auto --trials 0", "`--trials` must be at least 1", "your own settings"),
         ("sft --config sft.yaml --auto --trials many", "invalid int value: 'many'", "--help"),
         ("sft --config sft.yaml --auto --run-folder full", "the run folder `full` is not empty", "`--resume`"),
@@ -336,7 +339,31 @@ def test_a_budget_is_a_time(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("8GB", 8 * 10**9), ("8g", 8 * 10**9), ("500MB", 5 * 10**8), ("1.5T", 15 * 10**11), ("2048", 2048), ("9KB", 9000)],
+    [
+        ("8GB", 8 * 10**9),
+        ("8g", 8 * 10**9),
+        ("500MB", 5 * 10**8),
+        ("1.5T", 15 * 10**11),
+        ("200000000", 2 * 10**8),
+        ("300000KB", 3 * 10**8),
+    ],
 )
 def test_a_memory_limit_is_a_size(text: str, size: int) -> None:
     assert cli._bytes(text) == size
+
+
+def test_a_run_folder_that_another_run_works_in_is_refused(folder: Path) -> None:
+    with (
+        run_folder.locked(folder / "busy"),
+        pytest.raises(AutotuneError, match="another run is going on"),
+        run_folder.locked(folder / "busy"),
+    ):
+        pass
+    with run_folder.locked(folder / "busy"):  # let go of with the first
+        run_folder.check_new(folder / "busy")  # the lock alone does not fill it
+
+
+def test_a_job_that_evaluates_on_a_split_the_data_does_not_have_is_refused(run: Run) -> None:
+    answer = run("sft", "--config", "sft.yaml", "--auto", "--eval_strategy", "steps", "--eval_steps", "5")
+    assert answer.code == 2
+    assert "evaluates on the split `test`" in answer.err

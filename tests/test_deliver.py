@@ -25,7 +25,7 @@ from autotune.plan.axes import build_space
 from autotune.plan.data import Data
 from autotune.plan.space import Arrangement, Candidate
 from autotune.probe.machine import Machine
-from autotune.search.found import Found
+from autotune.search.found import Found, why_kept
 from autotune.search.gates import Gate
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate
@@ -411,7 +411,7 @@ def test_a_report_without_a_gain_says_so_and_still_lists_what_was_tried(
 ) -> None:
     setting = make_setting()
     text = report_of(setting, kept_in(setting), tmp_path)
-    assert text.startswith("# Your settings are kept: nothing beat them beyond the noise\n")
+    assert text.startswith("# Your settings are kept: nothing beat yours beyond the noise\n")
     assert "## What changed" not in text
     assert "| tuned" not in text
     assert len(rows_below("What was tried", text)) == 5
@@ -541,6 +541,24 @@ def test_the_last_lines_tell_what_an_epoch_saves(make_setting: MakeSetting) -> N
     setting = make_setting()
     said = dict(closing.lines(setting, found_in(setting), seconds=61.0))
     assert said["best"].startswith("#1  bfd 464, 1 x 1, eager, no checkpointing, 2 threads   2.60x (2.51 to 2.69)")
-    assert said["epoch"] == "14 s -> 5.5 s; tuning took 1 min 01 s, paid back after 6.9 epochs"
+    assert said["epoch"] == "3 epochs 43 s -> 17 s; tuning took 1 min 01 s, paid back when it runs 2.3 times"
     assert dict(closing.lines(setting, failed_in(setting), seconds=61.0)) == {}
-    assert list(dict(closing.lines(setting, kept_in(setting), seconds=61.0))) == ["epoch"]
+    assert list(dict(closing.lines(setting, kept_in(setting), seconds=61.0))) == ["best", "epoch"]
+
+
+def test_a_training_of_so_many_steps_is_told_in_steps(make_setting: MakeSetting) -> None:
+    setting = make_setting()
+    setting.job = msgspec.structs.replace(setting.job, resolved={**setting.job.resolved, "max_steps": 8})
+    text = dict(closing.lines(setting, found_in(setting), seconds=61.0))["epoch"]
+
+    assert text.startswith("8 steps ")
+
+
+def test_what_is_said_of_a_result_that_is_kept_is_why(make_setting: MakeSetting) -> None:
+    kept = kept_in(make_setting())
+    alone = msgspec.structs.replace(kept, results=kept.results[:1])
+    unsure = msgspec.structs.replace(kept, contender=kept.results[1], contender_ratio=Estimate(1.88, 0.4, 8.8))
+
+    assert why_kept(kept) == "nothing beat yours beyond the noise"
+    assert why_kept(alone).startswith("nothing but yours was measured")
+    assert "1.88x as fast as yours, and 0.40 to 8.80 is too unsure" in why_kept(unsure)

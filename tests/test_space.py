@@ -455,7 +455,7 @@ def test_bfd_with_too_few_tokens_in_whole_rows_names_a_batch_that_fits(read: Rea
     space = space_of(read("max_length: 512\neval_strategy: epoch\n"))
     [reason] = rejections(space, "bfd")
     assert "1 x 507 tokens is +10.3% of your 460 a step" in reason
-    assert "a batch of 9 instead of your 8 would fit" in reason
+    assert "with 9 documents a step instead of your 8 it would come near enough" in reason
     assert reason.startswith("grade changed: ")
     with_nine = space_of(read("max_length: 512\neval_strategy: epoch\nper_device_train_batch_size: 9\n"))
     assert "bfd" in names(with_nine)
@@ -469,7 +469,7 @@ def test_the_batch_that_is_named_fits(rows: int, max_length: int, read: Read) ->
     if "bfd" in names(space):
         return
     [reason] = rejections(space, "bfd")
-    named = int(reason.split("a batch of ")[1].split()[0])
+    named = int(reason.split("; with ")[1].split()[0])
     assert named != rows
     assert "bfd" in names(space_of(read(f"{options}{named}\n")))
 
@@ -500,7 +500,7 @@ def test_a_packed_job_is_offered_padded_rows_with_as_many_tokens(read: Read) -> 
         (
             "per_device_train_batch_size: 1\n",
             parts.lengths_of([300, 300, 200] * 50),
-            "2 x 267 tokens is +33.3% of your 400 a step; a batch of 2 instead of your 1 would fit",
+            "2 x 267 tokens is +33.3% of your 400 a step; with 2 packed rows a step instead of your 1",
         ),
     ],
 )

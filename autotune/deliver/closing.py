@@ -5,33 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autotune.deliver import wording
-from autotune.deliver.report import epoch_seconds
+from autotune.deliver.report import training_name, training_seconds
 from autotune.events import Topic
-from autotune.search.found import Found
+from autotune.search.found import Found, why_kept
 from autotune.search.setting import Setting
+from autotune.trial.result import TrialResult
 
 
 def lines(setting: Setting, found: Found, *, seconds: float) -> Iterator[tuple[Topic, str]]:
     """Topic and text of each line; none when no trial finished."""
     best, baseline = found.best, found.baseline
-    if best is None or best.rate is None or found.outcome == "failed":
+    if found.outcome == "failed":
         return
-    if found.outcome != "kept" and best.candidate != setting.space.baseline:
-        times = f", confirmed {found.confirmed_rounds} times in turns with yours" if found.confirmed_rounds else ""
-        ratio = f"   {wording.ratio(found.speedup)}{times}" if found.speedup is not None else ""
+    if best is None or best.rate is None:
+        yield "best", "no trial was done: tuned.yaml is your config as it was"
+        return
+    if found.outcome == "kept":
+        yield "best", why_kept(found)
+    elif best.candidate == setting.space.baseline:
+        yield "best", "yours so far: tuned.yaml is your config as it was"
+    else:
+        confirmed = f"confirmed {found.confirmed_rounds} times in turns with yours"
+        how = confirmed if found.confirmed_rounds else "not confirmed, and not checked to be the same training"
+        ratio = f"   {wording.ratio(found.speedup)}, {how}" if found.speedup is not None else ""
         yield "best", f"#{best.index}  {best.candidate}{ratio}"
     if found.gates:
         yield "same", "   ".join(f"{gate.name}: {gate.detail}" for gate in found.gates[:2])
         for gate in found.gates[2:]:
             yield "same", f"{gate.name}: {gate.detail}"
-    after = epoch_seconds(setting, best.candidate, best.rate)
+    yield "epoch", _times(setting, found, best, baseline, seconds)
+
+
+def _times(setting: Setting, found: Found, best: TrialResult, baseline: TrialResult | None, seconds: float) -> str:
+    """How long the training takes, before and after, and when the tuning is paid back."""
     tuning = f"tuning took {wording.seconds(seconds)}"
-    if baseline is None or baseline.rate is None or best.candidate == setting.space.baseline:
-        yield "epoch", f"{wording.seconds(after)}; {tuning}"
-        return
-    before = epoch_seconds(setting, baseline.candidate, baseline.rate)
+    after = training_seconds(setting, best)
+    name = training_name(setting)
+    if baseline is None or best.candidate == setting.space.baseline:
+        return f"{name} {wording.seconds(after)}; {tuning}"
+    before = training_seconds(setting, baseline)
     saved = before - after
-    paid_back = f", paid back after {seconds / saved:.1f} epochs" if saved > 0 else ""
-    if saved > 0 and seconds < saved:
-        paid_back = f", paid back after {seconds / saved:.0%} of the first epoch"
-    yield "epoch", f"{wording.seconds(before)} -> {wording.seconds(after)}; {tuning}{paid_back}"
+    if seconds < saved:
+        paid_back = f"paid back after {seconds / saved:.0%} of it"
+    elif saved > 0:
+        paid_back = f"paid back when it runs {seconds / saved:.1f} times"
+    else:
+        paid_back = "not paid back"
+    return f"{name} {wording.seconds(before)} -> {wording.seconds(after)}; {tuning}, {paid_back}"

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,14 @@ def launch_script(job: Job, machine: Machine, config: Path) -> str:
     return "\n".join([*lines, f'exec {command} "$@"', ""])
 
 
-def launch(job: Job, machine: Machine, config: Path) -> None:
-    """Become `trl` with the tuned config: its own output, its own exit code. Does not return."""
+def launch(job: Job, machine: Machine, config: Path, more: Sequence[str] = ()) -> None:
+    """Become `trl` with the tuned config and `more` options: its own output, its own exit code. Does not return."""
     environment = dict(os.environ)
     if machine.backend == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid
     beside = Path(sys.executable).with_name("trl")
     os.chdir(job.folder)
-    arguments = ["trl", job.method, "--config", str(config), *job.flags]
+    arguments = ["trl", job.method, "--config", str(config), *job.flags, *more]
     if beside.exists():
         os.execve(beside, arguments, environment)
     os.execvpe("trl", arguments, environment)

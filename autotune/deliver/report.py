@@ -8,7 +8,7 @@ from autotune.deliver import wording
 from autotune.plan.recipe import Change
 from autotune.plan.space import Candidate
 from autotune.probe.machine import describe
-from autotune.search.found import Found, describe_failure
+from autotune.search.found import Found, describe_failure, why_kept
 from autotune.search.setting import Setting
 from autotune.trial.result import TrialResult
 
@@ -34,11 +34,13 @@ def headline(found: Found) -> str:
     if found.outcome == "failed":
         return "No trial finished"
     if found.outcome == "kept":
-        return "Your settings are kept: nothing beat them beyond the noise"
+        return f"Your settings are kept: {why_kept(found)}"
     if found.best is None:
         return "Interrupted before a trial was done: your settings as they were"
     if found.speedup is None:
         return "Yours did not run here, and this does"
+    if found.outcome == "interrupted" and all(one.candidate == found.winner for one in found.results):
+        return "Interrupted before another setting was measured: your settings as they were"
     unconfirmed = "" if found.confirmed_rounds else ", not confirmed"
     interrupted = " (interrupted)" if found.outcome == "interrupted" else ""
     return f"{wording.ratio(found.speedup)} as fast as yours{unconfirmed}{interrupted}"
@@ -47,6 +49,25 @@ def headline(found: Found) -> str:
 def epoch_seconds(setting: Setting, candidate: Candidate, rate: float) -> float:
     """One pass over the whole data at a rate, in seconds."""
     return setting.data.figures(candidate.arrangement).useful_tokens / rate
+
+
+def training_seconds(setting: Setting, result: TrialResult) -> float:
+    """The whole training at a trial's rate, in seconds: `max_steps` optimizer steps, or else its epochs."""
+    assert result.rate is not None
+    resolved = setting.job.resolved
+    steps = resolved.get("max_steps") or -1
+    if steps > 0:
+        return float(steps * setting.data.tokens_per_step(result.candidate.arrangement) / result.rate)
+    return float(epoch_seconds(setting, result.candidate, result.rate) * resolved["num_train_epochs"])
+
+
+def training_name(setting: Setting) -> str:
+    """What the seconds are for: `40 steps`, `one epoch`, `3 epochs`."""
+    resolved = setting.job.resolved
+    steps, epochs = resolved.get("max_steps") or -1, resolved["num_train_epochs"]
+    if steps > 0:
+        return f"{steps:,} step{'s' if steps > 1 else ''}"
+    return "one epoch" if epochs == 1 else f"{epochs:g} epochs"
 
 
 def _job(setting: Setting) -> str:
@@ -140,7 +161,8 @@ def _same(found: Found) -> str:
 
 
 def _tried(setting: Setting, found: Found) -> str:
-    baseline = found.baseline
+    base = setting.space.baseline
+    baseline = next((one for one in found.results if one.candidate == base), None)  # as measured beside these
     rows = [
         "## What was tried",
         "",
@@ -186,6 +208,6 @@ def _time(found: Found, seconds: float) -> str:
         f"* {wording.seconds(seconds)} in all, {wording.seconds(search)} of it searching and "
         f"{wording.seconds(found.confirm_seconds)} confirming",
         f"* of the search: {inside / search:.0%} inside measured and warm-up steps, {starting / search:.0%} starting "
-        f"trials, {rest / search:.0%} the rest",
+        f"trials, {rest / search:.0%} elsewhere: reading results, ending trials",
     ]
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune.job import Job, effective
 from autotune.plan.data import Data
+from autotune.plan.lengths_report import percentiles
 from autotune.plan.space import Space
 from autotune.probe.facts import Fact
 from autotune.probe.machine import Machine
@@ -51,6 +52,8 @@ def data_name(job: Job) -> str:
 
 def _one_data_name(entry: dict[str, Any]) -> str:
     files = entry.get("data_files")
+    while isinstance(files, dict | list) and files:
+        files = next(iter(files.values())) if isinstance(files, dict) else files[0]
     if isinstance(files, str):
         return Path(files).name
     return str(entry.get("name") or entry.get("path"))
@@ -102,9 +105,8 @@ def _out(names: list[str], reason: str) -> str:
 def data_line(data: Data) -> str:
     """The lengths, and what the job's `max_length` does to them."""
     lengths = data.lengths
-    ordered = sorted(lengths.tokens)
-    median, high = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    line = f"{lengths.rows:,} rows   median {median:,} tokens   99 %: {high:,}   longest {ordered[-1]:,}"
+    at = percentiles(lengths)
+    line = f"{lengths.rows:,} rows   median {at['50']:,} tokens   99 %: {at['99']:,}   longest {at['100']:,}"
     if lengths.rows_measured < lengths.rows:
         line += f"   (from {lengths.rows_measured:,} random rows)"
     if data.max_length is not None:

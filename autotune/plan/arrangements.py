@@ -173,7 +173,8 @@ def _packed(job: Job, data: Data, strategy: Any, length: int, target: float) -> 
     if abs(off) > TOKENS_PER_STEP_TOLERANCE:
         # rows come whole, so the step would be another one
         grade: Grade = "changed"
-        why = f"a batch of {_fitting_batch(_rows(job), target, per_row)} instead of your {_rows(job)} would fit"
+        fitting = _fitting_batch(_rows(job), target, per_row)
+        why = f"with {fitting} documents a step instead of your {_rows(job)} it would come near enough"
     else:
         grade, why = _packing_grade(job, data, strategy, figures)
     for micro_batch in divisors(rows):
@@ -219,7 +220,8 @@ def _unpacked(job: Job, data: Data, base: Arrangement, rejected: list[Rejected])
     equation = f"{rows} x {per_document:,.0f} tokens is {off:+.1%} of your {target:,.0f} a step"
     if abs(off) > TOKENS_PER_STEP_TOLERANCE:
         grade: Grade = "changed"
-        why = f"a batch of {_fitting_batch(_rows(job), target, per_document)} instead of your {_rows(job)} would fit"
+        fitting = _fitting_batch(_rows(job), target, per_document)
+        why = f"with {fitting} packed rows a step instead of your {_rows(job)} it would come near enough"
     elif data.truncates and resolved["truncation_mode"] == "keep_end":
         grade, why = "changed", "it keeps the end of long documents, and your packed rows the start"
     elif data.figures(base).kept_without_loss:

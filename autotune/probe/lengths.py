@@ -34,6 +34,8 @@ READ_OPTIONS = (
     "dataset_name",
     "dataset_config",
     "dataset_train_split",
+    "dataset_test_split",
+    "eval_strategy",
     "dataset_streaming",
     "datasets",
     "streaming",

@@ -63,6 +63,13 @@ def load(job: Mapping[str, Any], scratch: Path) -> TrainingData:
             raise AutotuneError(
                 f"the data has no split `{split}`", hint=f"set `dataset_train_split` to one it has: {there}"
             )
+        wanted = job.get("dataset_test_split") or "test"
+        if (job.get("eval_strategy") or "no") != "no" and wanted not in splits:
+            there = ", ".join(f"`{name}`" for name in splits)
+            raise AutotuneError(
+                f"the job evaluates on the split `{wanted}`, which the data does not have: TRL would stop there",
+                hint=f"the data has {there}; set `dataset_test_split`, or with `datasets:` a `test_split_size`",
+            )
         rows = splits[split]
         rows_known = True
         if isinstance(rows, datasets.IterableDataset):

@@ -22,10 +22,25 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     confirmed_rounds: int
     results: tuple[TrialResult, ...]
     ruled_out: dict[Candidate, str]
+    contender: TrialResult | None = None  # the fastest other one, where yours is kept though it was not surely slower
+    contender_ratio: Estimate | None = None
     gates: tuple[Gate, ...] = ()
     memory: tuple[TrialResult, ...] = ()  # of the longest rows: the winner, and the baseline where it ran
     search_seconds: float = 0.0
     confirm_seconds: float = 0.0
+
+
+def why_kept(found: Found) -> str:
+    """What there is to say when the user's own settings are delivered."""
+    if all(result.candidate == found.winner for result in found.results):
+        return "nothing but yours was measured: a longer `--budget` tries others"
+    if found.contender is not None and found.contender_ratio is not None:
+        ratio, name = found.contender_ratio, f"#{found.contender.index}"
+        return (
+            f"{name} came out {ratio.value:.2f}x as fast as yours, and {ratio.low:.2f} to {ratio.high:.2f} is too "
+            "unsure to change anything: try again on an idle machine or with a longer `--budget`"
+        )
+    return "nothing beat yours beyond the noise"
 
 
 def describe_failure(result: TrialResult) -> str:

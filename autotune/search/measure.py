@@ -22,6 +22,7 @@ POLL_SECONDS = 0.02
 ENOUGH = 0.022  # half the interval as a share of the rate, below which a rate is known well enough
 MOST_PASSES = 3  # of a trial in the search; the confirmation goes on for longer
 LONGEST_SHARE = 0.12  # of the budget, for the passes of one trial, beyond the first
+TOO_LONG = 1.5  # times what a pass should take at most: starting again for less costs more than it saves
 CONTENDS = 0.97  # of the best rate: one that reaches this is measured on
 
 
@@ -54,7 +55,10 @@ def measure(
             if not said:
                 time.sleep(POLL_SECONDS)
                 continue
-            if longest_pass is not None and (seconds := _foretold_pass(setting, trial, sample)) > longest_pass:
+            if (
+                longest_pass is not None
+                and (seconds := _foretold_pass(setting, trial, sample)) > TOO_LONG * longest_pass
+            ):
                 foretold = seconds
                 break
             if best is not None and _hopeless(setting, trial, candidate, sample, best):

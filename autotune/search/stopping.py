@@ -9,6 +9,7 @@ from autotune.trial.result import TrialResult
 PATIENCE = 14  # trials in a row without a gain, after which the search ends
 GAIN = 1.01
 SAME_FAILURES = 4
+BEFORE_A_STEP = ("start", "load_model", "prepare_data")
 ROUNDS_FORESEEN = 4  # of the confirmation
 CONFIRM_SHARE = 0.45  # of the budget, at most
 
@@ -18,12 +19,12 @@ def reason_to_stop(
 ) -> str | None:
     """Why no further candidate is tried, in words; None while the search goes on."""
     if setting.trial_limit is not None and len(results) >= setting.trial_limit:
-        return f"the limit of {setting.trial_limit} trials is reached"
+        return f"the limit of {setting.trial_limit} trial{'s' if setting.trial_limit > 1 else ''} is reached"
     a_trial = max((result.seconds for result in results[-5:]), default=5.0)
     if setting.seconds_left() < seconds_to_confirm(setting, baseline=baseline, best=best) + a_trial:
         return "what is left of the budget goes to the confirmation"
     if _all_fail_alike(results):
-        return f"the first {SAME_FAILURES} trials failed in the same way"
+        return f"the first {len(results)} trials failed in the same way"
     if _trials_without_gain(results) >= PATIENCE:
         return f"no gain in the last {PATIENCE} trials"
     return None
@@ -52,6 +53,8 @@ def seconds_to_check(slowest: TrialResult | None) -> float:
 
 def _all_fail_alike(results: list[TrialResult]) -> bool:
     """Whether nothing ran and all say the same, memory aside: another setting will not mend that."""
+    if len(results) > 1 and all(one.outcome == "oom" and one.where in BEFORE_A_STEP for one in results):
+        return True  # what is loaded does not depend on the setting
     failures = {(result.outcome, result.where, result.detail) for result in results}
     alike = len(results) >= SAME_FAILURES and len(failures) == 1
     return alike and results[0].outcome in ("error", "killed", "hung")

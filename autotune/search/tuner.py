@@ -77,6 +77,8 @@ class Tuner:
         kept = winner is None or winner is baseline or (speedup is not None and speedup.low <= 1.0)
         if outcome is None:
             outcome = "failed" if winner is None else "kept" if kept else "improved"
+        unsure = kept and winner is not None and winner is not baseline and speedup is not None and speedup.value > 1.0
+        contender, contender_ratio = (winner, speedup) if unsure else (None, None)
         if kept:
             winner, speedup = baseline, Estimate(1.0, 1.0, 1.0)
         if self._confirmed is not None:  # rates taken in turns: their ratio is the speed-up that is told
@@ -91,6 +93,8 @@ class Tuner:
             confirmed_rounds=self._confirmed.rounds if self._confirmed is not None else 0,
             results=tuple(self.results),
             ruled_out=dict(self._proposals.ruled_out),
+            contender=contender,
+            contender_ratio=contender_ratio,
             gates=self._gates,
             memory=tuple(self._memory),
             search_seconds=self._search_seconds,
