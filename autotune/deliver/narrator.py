@@ -105,22 +105,22 @@ class Narrator:
         if not self._table:
             self._table = True
             self._print("")
-            self._print(self._row("#", "vs yours", "useful tokens/s", "memory", "setting"))
+            self._print(*self._row("#", "vs yours", "useful tokens/s", "memory", "setting"))
         kind = {"confirm": " (in turns)", "memory": " (longest rows)"}.get(event.purpose, "")
         number, label, memory = str(event.trial), event.label + kind, wording.gigabytes(event.peak_bytes)
         if event.rate is not None:
             against = f"{event.ratio:.2f}x" if event.ratio else "1.00x" if event.trial == 0 else ""
-            self._print(self._row(number, against, _with_spread(event.rate, event.rate_interval), memory, label))
+            self._print(*self._row(number, against, _with_spread(event.rate, event.rate_interval), memory, label))
             return
         outcome = "" if event.outcome == "ok" else OUTCOMES.get(event.outcome, event.outcome)
-        self._print(self._row(number, "", outcome, memory, label))
+        self._print(*self._row(number, "", outcome, memory, label))
         if event.detail and event.outcome != "pruned":
             where = f"in {event.where}: " if event.where else ""
-            self._print(f"{'':{SETTING_COLUMN}}{where}{event.detail}")
+            self._print(" " * SETTING_COLUMN, f"{where}{event.detail}")
 
     @staticmethod
-    def _row(number: str, against: str, rate: str, memory: str, setting: str) -> str:
-        return f"{number:>4}  {against:>8}  {rate:>16}  {memory:>7}  {setting}"
+    def _row(number: str, against: str, rate: str, memory: str, setting: str) -> tuple[str, str]:
+        return f"{number:>4}  {against:>8}  {rate:>16}  {memory:>7}  ", setting
 
     def _end(self, event: RunFinished) -> None:
         self._progress.stop()
@@ -142,10 +142,20 @@ class Narrator:
     def _line(self, topic: str, text: str) -> None:
         shown = topic if topic != self._topic else ""
         self._topic = topic
-        self._print(f"{shown:<{TOPIC_WIDTH}}{text}")
+        self._print(f"{shown:<{TOPIC_WIDTH}}", text)
 
-    def _print(self, text: str) -> None:
-        self._console.print(text)
+    def _print(self, head: str, text: str = "") -> None:
+        """One line; on a terminal too narrow for it the text goes on below itself, at a word's end."""
+        if not self._console.is_terminal or len(head) + len(text) <= self._console.width:
+            self._console.print(head + text)
+            return
+        from rich.table import Table
+
+        columns = Table.grid(padding=0)
+        columns.add_column(width=len(head), no_wrap=True)
+        columns.add_column()
+        columns.add_row(head, text)
+        self._console.print(columns)
 
     def _left(self) -> str:
         if self._budget is None:

@@ -26,7 +26,7 @@ from autotune.trial.result import TrialResult
 FEWEST_PASS_STEPS = 4
 PASS_SHARE = 0.05  # of the budget, for one pass of the baseline
 SLACK_CORES = 0.25  # what others may use of the cores a trial needs
-MOST_TRIES = 2  # of one candidate on a busy machine
+MOST_TRIES = 1  # repeats of one candidate on a busy machine
 MOST_REPEATS = 6  # in one search
 
 
