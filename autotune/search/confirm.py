@@ -1,7 +1,8 @@
 """The confirmation: baseline and finalists again, in fresh children, pass by pass in turns.
 
-A host's slow spells last longer than a pass, so two arms that take turns share them, and their ratio is steadier
-than either rate. Every round visits the arms in the reverse order of the one before, which cancels a steady drift.
+A host's slow spells last longer than a turn, so two arms that take turns share them, and their ratio is steadier
+than either rate. A turn of a fast arm is several passes long, since a pass of half a second says little on a noisy
+host. Every round visits the arms in the reverse order of the one before, which cancels a steady drift.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from autotune.search.measure import (
 from autotune.search.samples import Sample
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate, ratio_of
-from autotune.trial.result import Pass, TrialResult, passes_of
+from autotune.trial.result import Pass, TrialResult, joined, passes_of
 from autotune.trial.runner import Trial
 
 FEWEST_ROUNDS = 4
 MOST_ROUNDS = 12
 ENOUGH = 0.02  # half the interval of the ratio, as a share of it
+MOST_PASSES = 4  # of one arm in one turn
 
 
 class Arm(msgspec.Struct):
@@ -36,6 +38,7 @@ class Arm(msgspec.Struct):
 
     candidate: Candidate
     trial: Trial
+    turn: int  # passes in one turn
     failed: bool = False
 
     def passes(self) -> tuple[Pass, ...]:
@@ -58,10 +61,12 @@ def confirm(
     sample: Sample,
     *,
     seconds: float,
+    pass_seconds: dict[Candidate, float],
     resident_bytes: int,
 ) -> Confirmed:
     """Compare finalists with the reference, in turns, for at most about `seconds`.
 
+    `pass_seconds` is what a pass of each took in the search.
     All arms stay loaded while they wait where their memory together (`resident_bytes`) fits; otherwise each round
     starts every arm afresh.
     """
@@ -71,10 +76,11 @@ def confirm(
     arms: list[Arm] = []
     try:
         for place, candidate in enumerate(candidates):
+            turn = passes_in_a_turn(pass_seconds[reference], pass_seconds[candidate])
             trial = setting.trial(
-                first_index + place, candidate, sample.path, purpose="confirm", passes=MOST_ROUNDS, turns=True
+                first_index + place, candidate, sample.path, purpose="confirm", passes=MOST_ROUNDS * turn, turns=True
             )
-            arms.append(Arm(candidate, trial))
+            arms.append(Arm(candidate, trial, turn))
             started(setting, trial, candidate, "in turns with yours" if place else "the reference")
         rounds = 0
         for number in range(1, MOST_ROUNDS + 1):
@@ -102,19 +108,24 @@ def confirm(
     return Confirmed(ratios if not arms[0].failed else {}, results, rounds)
 
 
+def passes_in_a_turn(reference_seconds: float, arm_seconds: float) -> int:
+    """So many passes that a turn of either arm takes about as long."""
+    return max(1, min(MOST_PASSES, round(reference_seconds / arm_seconds)))
+
+
 def _take_turn(setting: Setting, arm: Arm, number: int, *, fresh: bool) -> None:
-    """Run pass `number` of one arm; marks it as failed when it ends before its pass does."""
+    """Run turn `number` of one arm; marks it as failed when it ends before its turn does."""
     trial = arm.trial
     if arm.failed:
         return
     if number == 1:
         trial.start()
-        trial.grant_turns(1)
+        trial.grant_turns(arm.turn)
     elif fresh:
         _restart(setting, arm)
     else:
-        trial.grant_turns(number)
-    while number not in arm.trial.ended_passes:
+        trial.grant_turns(number * arm.turn)
+    while number * arm.turn not in arm.trial.ended_passes:
         if not arm.trial.running:
             arm.failed = True
             return
@@ -129,20 +140,23 @@ def _take_turn(setting: Setting, arm: Arm, number: int, *, fresh: bool) -> None:
 def _restart(setting: Setting, arm: Arm) -> None:
     """A fresh child for the next round; what the ones before measured is kept."""
     old = arm.trial
-    plan = msgspec.structs.replace(old.plan, passes=1)
+    plan = msgspec.structs.replace(old.plan, passes=arm.turn)
     arm.trial = Trial(plan, old.folder, setting.children, deadlines=setting.deadlines, target=setting.worker)
     arm.trial.continue_from(old)
     arm.trial.start()
-    arm.trial.grant_turns(1)
+    arm.trial.grant_turns(arm.turn)
 
 
 def _pairs(setting: Setting, reference: Arm, arm: Arm) -> list[tuple[Pass, Pass]]:
-    return list(zip(_corrected(setting, reference), _corrected(setting, arm), strict=False))
+    return list(zip(_turns(setting, reference), _turns(setting, arm), strict=False))
 
 
-def _corrected(setting: Setting, arm: Arm) -> tuple[Pass, ...]:
+def _turns(setting: Setting, arm: Arm) -> list[Pass]:
+    """What each whole turn measured, the passes in it taken together."""
     steps = [step for step in arm.trial.steps if step.pass_index > 0]
-    return corrected_passes(setting, arm.candidate, arm.passes(), steps)
+    passes = corrected_passes(setting, arm.candidate, arm.passes(), steps)
+    whole = len(passes) - len(passes) % arm.turn
+    return [joined(passes[first : first + arm.turn]) for first in range(0, whole, arm.turn)]
 
 
 def _sure(setting: Setting, arms: list[Arm]) -> bool:

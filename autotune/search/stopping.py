@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.search.confirm import passes_in_a_turn
 from autotune.search.finals import MOST_FINALISTS
 from autotune.search.setting import Setting
 from autotune.trial.result import TrialResult
@@ -11,7 +12,7 @@ GAIN = 1.01
 SAME_FAILURES = 4
 BEFORE_A_STEP = ("start", "load_model", "prepare_data")
 ROUNDS_FORESEEN = 4  # of the confirmation
-CONFIRM_SHARE = 0.45  # of the budget, at most
+CONFIRM_SHARE = 0.5  # of the budget, at most
 
 
 def reason_to_stop(
@@ -39,7 +40,8 @@ def seconds_to_confirm(setting: Setting, *, baseline: TrialResult | None, best: 
     for arm in arms:
         a_pass = arm.passes[0]
         warm_up = 2 * a_pass.seconds / a_pass.steps
-        seconds += ROUNDS_FORESEEN * a_pass.seconds + (arm.startup_seconds or 1.0) + warm_up
+        turn = a_pass.seconds * passes_in_a_turn(arms[-1].passes[0].seconds, a_pass.seconds)
+        seconds += ROUNDS_FORESEEN * turn + (arm.startup_seconds or 1.0) + warm_up
     return min(seconds, CONFIRM_SHARE * setting.budget_seconds)
 
 

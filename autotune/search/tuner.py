@@ -251,7 +251,14 @@ class Tuner:
             first_index = self._next_index
             self._next_index += 1 + len(others)
             confirmed = confirm(
-                setting, first_index, reference, others, self._sample, seconds=seconds, resident_bytes=resident
+                setting,
+                first_index,
+                reference,
+                others,
+                self._sample,
+                seconds=seconds,
+                pass_seconds={one.candidate: one.passes[0].seconds for one in self.results if one.passes},
+                resident_bytes=resident,
             )
             failed = {candidate for candidate, result in confirmed.results.items() if result.rate is None}
             if failed - {reference}:

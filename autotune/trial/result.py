@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -31,6 +32,18 @@ class Pass(msgspec.Struct, frozen=True):
     def fill(self) -> float:
         """Useful tokens over computed positions."""
         return self.useful_tokens / (self.useful_tokens + self.padding_tokens)
+
+
+def joined(passes: Sequence[Pass]) -> Pass:
+    """Several passes as one."""
+    return Pass(
+        index=passes[0].index,
+        steps=sum(one.steps for one in passes),
+        seconds=sum(one.seconds for one in passes),
+        useful_tokens=sum(one.useful_tokens for one in passes),
+        padding_tokens=sum(one.padding_tokens for one in passes),
+        micro_batches=sum(one.micro_batches for one in passes),
+    )
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
