@@ -30,7 +30,8 @@ from autotune.trial.runner import Trial
 FEWEST_ROUNDS = 4
 MOST_ROUNDS = 12
 ENOUGH = 0.02  # half the interval of the ratio, as a share of it
-MOST_PASSES = 4  # of one arm in one turn
+MOST_PASSES = 3  # of one arm in one turn
+OUTRUN = 0.93  # of the best ratio: an arm below this after a whole round is not measured on
 
 
 class Arm(msgspec.Struct):
@@ -83,14 +84,16 @@ def confirm(
             arms.append(Arm(candidate, trial, turn))
             started(setting, trial, candidate, "in turns with yours" if place else "the reference")
         rounds = 0
+        running = list(arms)
         for number in range(1, MOST_ROUNDS + 1):
             round_began = time.monotonic()
-            for arm in arms if number % 2 else reversed(arms):
+            for arm in running if number % 2 else reversed(running):
                 _take_turn(setting, arm, number, fresh=not together)
-            if any(arm.failed for arm in arms):
+            if any(arm.failed for arm in running):
                 break
             rounds = number
-            if rounds >= FEWEST_ROUNDS and _sure(setting, arms):
+            running = _in_the_race(setting, running)
+            if rounds >= FEWEST_ROUNDS and _sure(setting, running):
                 break
             now = time.monotonic()
             if rounds >= 2 and now + (now - round_began) > deadline:
@@ -157,6 +160,16 @@ def _turns(setting: Setting, arm: Arm) -> list[Pass]:
     passes = corrected_passes(setting, arm.candidate, arm.passes(), steps)
     whole = len(passes) - len(passes) % arm.turn
     return [joined(passes[first : first + arm.turn]) for first in range(0, whole, arm.turn)]
+
+
+def _in_the_race(setting: Setting, arms: list[Arm]) -> list[Arm]:
+    """The reference, and the arms that may still win; the others are ended, so that these get more turns."""
+    ratios = {arm.candidate: ratio_of(_pairs(setting, arms[0], arm)).value for arm in arms[1:]}
+    best = max(ratios.values(), default=0.0)
+    for arm in arms[1:]:
+        if ratios[arm.candidate] < OUTRUN * best:
+            arm.trial.kill()
+    return arms[:1] + [arm for arm in arms[1:] if ratios[arm.candidate] >= OUTRUN * best]
 
 
 def _sure(setting: Setting, arms: list[Arm]) -> bool:
