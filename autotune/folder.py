@@ -66,7 +66,10 @@ def locked(folder: Path) -> Iterator[None]:
             raise AutotuneError(
                 f"another run is going on in `{folder}`", hint="wait for it, or name another folder by `--run-folder`"
             ) from None
-        yield
+        try:
+            yield
+        finally:
+            (folder / LOCK).unlink(missing_ok=True)  # a run that ends leaves what it found, and nothing else
 
 
 def default_name(job: Job) -> Path:
