@@ -10,41 +10,23 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from autotune import __version__
+from autotune.arguments import options_of, parse, parser, run_argument
 from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
     from autotune.deliver.narrator import Narrator
-    from autotune.engine import Options, Plan
+    from autotune.engine import Plan
     from autotune.events import AnyEvent, RunFinished
-
-GRADES_TO_ALLOW = ("rounded", "changed", "fewer-gpus")
-
-DESCRIPTION = """\
-Find the fastest way to run a TRL training on this machine, and write it back as a TRL config.
-
-  trl-autotune sft --config sft.yaml --auto     tune, and write autotune-runs/.../tuned.yaml
-  trl-autotune sft --demo --auto                see it work on a small model made on the spot
-  trl-autotune launch RUN [TRL options]         train with what a run found
-  trl-autotune report RUN [--python]            what a run tried, what won and why; or the winner in Python
-
-METHOD and its options are exactly `trl`'s: put `-autotune` after `trl`."""
+    from autotune.session import Options
 
 CANNOT_WRITE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # no room
     *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR),  # no such place, or not ours
 )
-LEAST_MEMORY_BYTES = 10**8  # importing TRL alone takes three times that
 LATER_COMMANDS = ("watch", "doctor", "lengths", "profile")
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with this project's way of saying what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        raise AutotuneError(message, hint="`trl-autotune --help` lists the options")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: list[str], started: float) -> int:
     if not given or given[0] in ("-h", "--help"):
         if given:
-            _parser().print_help()
+            parser().print_help()
             return 0
         return _wizard(given)
     if given[0] == "--version":
@@ -96,7 +78,7 @@ def _run(given: list[str], started: float) -> int:
         return _report(given[1:])
     if command.startswith("-"):
         if "--resume" in given:
-            return _auto(_parse(given), started)
+            return _auto(parse(given), started)
         raise AutotuneError(
             f"the method comes first, and `{command}` is an option",
             hint="for example `trl-autotune sft --config sft.yaml --auto`",
@@ -104,87 +86,16 @@ def _run(given: list[str], started: float) -> int:
     from autotune.job import check_method
 
     check_method(command)
-    namespace = _parse(given)
+    namespace = parse(given)
     if not (namespace.auto or namespace.json or namespace.dry_run or namespace.resume):
         return _wizard(given)
     return _auto(namespace, started)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="trl-autotune",
-        usage="trl-autotune METHOD [TRL options] --auto [options]\n       trl-autotune launch | report RUN",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="store_true", help="print the version")
-    add = parser.add_argument_group("tuning").add_argument
-    add("--auto", action="store_true", help="tune without asking anything")
-    add("--budget", metavar="TIME", default=None, help="wall time of everything, as 90s, 10m or 2h (default: 10m)")
-    add("--trials", metavar="N", type=int, default=None, help="the most candidates to measure")
-    add("--json", action="store_true", help="JSON lines on stdout instead of words on stderr")
-    add("--dry-run", action="store_true", help="say what would be tried, and start no trial")
-    add("--launch", action="store_true", help="train with the result when the tuning is done")
-    add("--run-folder", metavar="DIR", type=Path, default=None, help="the run's own folder, new or empty")
-    add("--resume", metavar="DIR", type=Path, default=None, help="go on with an interrupted run")
-    add(
-        "--allow",
-        metavar="GRADES",
-        default="",
-        help="also offer choices that change the result: rounded (lower precision), changed (what is learnt)",
-    )
-    add("--gpus", metavar="LIST", default=None, help="which GPUs may be used, as CUDA_VISIBLE_DEVICES takes them")
-    add("--memory-limit", metavar="SIZE", default=None, help="the most memory one trial may hold on a CPU, as 8GB")
-    add("--cold", action="store_true", help="start every trial as a fresh process instead of forking it")
-    add("--demo", action="store_true", help="tune a small model on made-up conversations; needs no network")
-    return parser
-
-
-def _parse(given: list[str]) -> argparse.Namespace:
-    """Our own options by argparse; what it does not know is TRL's."""
-    method = None if given[0].startswith("-") else given[0]
-    namespace, rest = _parser().parse_known_args(given if method is None else given[1:])
-    namespace.method = method
-    namespace.arguments = rest
-    return namespace
-
-
-def _options(namespace: argparse.Namespace) -> Options:
-    from autotune.engine import Options
-
-    if namespace.trials is not None and namespace.trials < 1:
-        raise AutotuneError("`--trials` must be at least 1", hint="the first trial is your own settings")
-    allowed = [grade.strip() for grade in namespace.allow.split(",") if grade.strip()]
-    for grade in allowed:
-        if grade not in GRADES_TO_ALLOW:
-            raise AutotuneError(
-                f"`--allow {grade}` is not known", hint=f"allowed values are {', '.join(GRADES_TO_ALLOW[:2])}"
-            )
-        if grade == "fewer-gpus":
-            from autotune.errors import NotYetError
-
-            raise NotYetError("`--allow fewer-gpus` is not built yet", hint="jobs are tuned on one GPU for now")
-    return Options(
-        method=namespace.method or "sft",
-        arguments=tuple(namespace.arguments),
-        folder=Path.cwd(),
-        budget_seconds=None if namespace.budget is None else _seconds(namespace.budget),
-        trial_limit=namespace.trials,
-        allowed=tuple(allowed),
-        run_folder=namespace.run_folder,
-        resume=namespace.resume,
-        gpus=namespace.gpus,
-        memory_limit_bytes=None if namespace.memory_limit is None else _bytes(namespace.memory_limit),
-        cold=namespace.cold,
-        demo=namespace.demo,
-    )
-
-
 def _auto(namespace: argparse.Namespace, started: float) -> int:
-    from autotune import engine, folder
+    from autotune import engine, folder, session
 
-    options = _options(namespace)
+    options = options_of(namespace)
     if options.resume is not None:
         return _resume(options, namespace, started)
     if options.run_folder is not None:
@@ -193,7 +104,7 @@ def _auto(namespace: argparse.Namespace, started: float) -> int:
         folder.check_new(options.folder / folder.RUNS / "new")
     listener, narrator = _listener(namespace)
     try:
-        with engine.ended_by_signals(), engine.children_for(options) as (children, options, machine):
+        with session.ended_by_signals(), session.children_for(options) as (children, options, machine):
             plan = engine.prepare(
                 options,
                 children,
@@ -212,7 +123,7 @@ def _auto(namespace: argparse.Namespace, started: float) -> int:
 
 
 def _resume(options: Options, namespace: argparse.Namespace, started: float) -> int:
-    from autotune import engine
+    from autotune import engine, session
 
     if namespace.arguments:
         raise AutotuneError(
@@ -223,7 +134,10 @@ def _resume(options: Options, namespace: argparse.Namespace, started: float) -> 
     plan = engine.resume(options)
     listener, narrator = _listener(namespace)
     try:
-        with engine.ended_by_signals(), engine.children_of(plan, cold=options.cold) as children:
+        with (
+            session.ended_by_signals(),
+            session.children_of(plan.prepared.job, plan.prepared.machine, cold=options.cold) as children,
+        ):
             last = engine.tune(plan, options.resume, children, started=started, emit=listener, resumed=True)
     finally:
         if narrator is not None:
@@ -281,7 +195,7 @@ def _launch(arguments: list[str]) -> int:
     from autotune import folder
     from autotune.deliver.files import launch
 
-    run, more = _run_argument("launch", arguments[:1]), arguments[1:]
+    run, more = run_argument("launch", arguments[:1]), arguments[1:]
     prepared = folder.read(run)
     config = run / "tuned.yaml"
     if not config.is_file():
@@ -292,7 +206,7 @@ def _launch(arguments: list[str]) -> int:
 
 def _report(arguments: list[str]) -> int:
     python = "--python" in arguments
-    path = _run_argument("report", [one for one in arguments if one != "--python"]) / "report.md"
+    path = run_argument("report", [one for one in arguments if one != "--python"]) / "report.md"
     try:
         text = path.read_text()
     except OSError:
@@ -306,12 +220,6 @@ def _report(arguments: list[str]) -> int:
     return 0
 
 
-def _run_argument(command: str, arguments: list[str]) -> Path:
-    parser = _Parser(prog=f"trl-autotune {command}", allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
-    return Path(parser.parse_args(arguments).run)
-
-
 def _wizard(given: list[str]) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise AutotuneError(
@@ -321,32 +229,3 @@ def _wizard(given: list[str]) -> int:
     from autotune.errors import NotYetError
 
     raise NotYetError("the wizard is not built yet", hint="tune without it: add `--auto`")
-
-
-def _seconds(text: str) -> float:
-    """`90s`, `10m`, `1.5h` or plain seconds."""
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    number, unit = (text[:-1], units[text[-1]]) if text[-1:] in units else (text, 1.0)
-    try:
-        value = float(number) * unit
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e9:
-        raise AutotuneError(f"`--budget {text}` is not a duration", hint="write it as 90s, 10m or 2h")
-    return value
-
-
-def _bytes(text: str) -> int:
-    """`8GB`, `512MB`, with or without the B; powers of ten."""
-    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-    bare = text.upper().removesuffix("B")
-    number, unit = (bare[:-1], units[bare[-1]]) if bare[-1:] in units else (bare, 1)
-    try:
-        value = int(float(number) * unit)
-    except (ValueError, OverflowError):
-        value = 0
-    if value < LEAST_MEMORY_BYTES:
-        raise AutotuneError(
-            f"`--memory-limit {text}` is not a size", hint="write it as 8GB or 500MB, and as 100MB at least"
-        )
-    return value

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -21,7 +15,7 @@ from autotune.deliver import closing, files, wording
 from autotune.errors import AutotuneError, NoTrialFinishedError
 from autotune.events import AnyEvent, EventWriter, Note, RunFinished, RunStarted
 from autotune.folder import Prepared
-from autotune.job import check_method, import_environment, read_job
+from autotune.job import read_job
 from autotune.plan import cost
 from autotune.plan.axes import build_space
 from autotune.plan.data import Data
@@ -29,31 +23,15 @@ from autotune.plan.lengths_report import lengths_report
 from autotune.plan.space import OFFERED, Grade, Space
 from autotune.probe.attention import probe_attention
 from autotune.probe.lengths import measure_lengths
-from autotune.probe.machine import Machine, describe, probe_machine
+from autotune.probe.machine import Machine, describe
 from autotune.probe.model import probe_model
 from autotune.search.found import Found
 from autotune.search.setting import Setting
 from autotune.search.tuner import Tuner
+from autotune.session import Options, not_interrupted
 
 DEFAULT_BUDGET_SECONDS = 600.0
 MEMORY_SHARE = 0.9  # of the memory that is free, for one trial on a CPU
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line asks for, beside TRL's own options (`arguments`)."""
-
-    method: str
-    arguments: tuple[str, ...]
-    folder: Path  # where relative paths start
-    budget_seconds: float | None = None  # 10 minutes, or for a run that is resumed what it was given
-    trial_limit: int | None = None
-    allowed: tuple[Grade, ...] = ()
-    run_folder: Path | None = None
-    resume: Path | None = None
-    gpus: str | None = None
-    memory_limit_bytes: int | None = None
-    cold: bool = False
-    demo: bool = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,51 +44,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 Listener = Callable[[AnyEvent], None]
 Progress = Callable[[str, int, int], None]
-
-
-@contextlib.contextmanager
-def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]]:
-    """Start the server in the job's launch environment; its log goes with it."""
-    check_method(options.method)
-    machine = probe_machine(_with_gpus(os.environ, options.gpus))
-    if options.gpus is not None and machine.backend != "cuda":
-        raise AutotuneError(
-            f"`--gpus {options.gpus}` names no GPU that can be used here",
-            hint="; ".join(problem.what for problem in machine.problems) or "leave it out to tune on the CPU",
-        )
-    arguments = list(options.arguments)
-    if options.demo and "--config" in arguments:
-        raise AutotuneError("`--demo` brings a config of its own", hint="leave out `--demo` or `--config`")
-    environment = _with_gpus(import_environment(arguments, options.folder), options.gpus)
-    if machine.backend == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid  # one card for now; the fork server inherits it
-    logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
-    try:
-        with Children(environment, log=logs / "server.log", cold=options.cold) as children:
-            if options.demo:
-                from autotune.demo import build_demo, cache_folder
-
-                demo = build_demo(cache_folder(), children, accelerator=machine.backend == "cuda")
-                options = msgspec.structs.replace(options, arguments=("--config", str(demo.config), *arguments))
-            yield children, options, machine
-    finally:
-        shutil.rmtree(logs, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def children_of(plan: Plan, *, cold: bool) -> Iterator[Children]:
-    """The server for a run that is resumed, in the launch environment its job had."""
-    job, machine = plan.prepared.job, plan.prepared.machine
-    at_import = {name: value for name, value in job.launch_environment.items() if name.startswith(("OMP_", "KMP_"))}
-    environment = {**os.environ, **job.environment, **at_import}
-    if machine.backend == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid
-    logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
-    try:
-        with Children(environment, log=logs / "server.log", cold=cold) as children:
-            yield children
-    finally:
-        shutil.rmtree(logs, ignore_errors=True)
 
 
 def prepare(
@@ -291,7 +224,7 @@ def _tune(
         found = tuner.found("interrupted")
     except NoTrialFinishedError as error:
         failure, found = error, tuner.found("failed")
-    with _not_interrupted():
+    with not_interrupted():
         run_folder.clean(folder)
         for topic, text in closing.lines(setting, found, seconds=time.monotonic() - started):
             _note(say, topic, text)
@@ -344,39 +277,3 @@ def _deliver(setting: Setting, found: Found, folder: Path, *, seconds: float) ->
 
 def _note(emit: Listener, topic: Any, text: str) -> None:
     emit(Note(text=text, topic=topic))
-
-
-def _with_gpus(environment: Any, gpus: str | None) -> dict[str, str]:
-    """The environment as it would be with `--gpus`."""
-    chosen = dict(environment)
-    if gpus is not None and gpus != "all":
-        chosen["CUDA_VISIBLE_DEVICES"] = gpus
-    return chosen
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and a closed terminal end what is inside as Ctrl-C does."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    kept = [(number, signal.signal(number, interrupt)) for number in (signal.SIGTERM, signal.SIGHUP)]
-    try:
-        yield
-    finally:
-        for number, handler in kept:
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _not_interrupted() -> Iterator[None]:
-    """A second Ctrl-C must not tear the files that are being written."""
-    kept = [
-        (number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    ]
-    try:
-        yield
-    finally:
-        for number, handler in kept:
-            signal.signal(number, handler)

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from autotune import engine
+from autotune import engine, session
 from autotune.events import Phase
 from autotune.search.samples import Sample, draw
 from autotune.search.setting import Setting
@@ -68,8 +68,8 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        options = engine.Options(method="sft", arguments=(), folder=folder, demo=True)
-        with engine.children_for(options) as (children, options, machine):
+        options = session.Options(method="sft", arguments=(), folder=folder, demo=True)
+        with session.children_for(options) as (children, options, machine):
             plan = engine.prepare(options, children, machine, emit=lambda _event: None)
             setting = engine.setting_of(plan, folder, children, emit=lambda _event: None, started=time.monotonic())
             sample = draw(setting, 12)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from autotune import __version__, cli, engine
+from autotune import __version__, arguments, cli, engine, session
 from autotune import folder as run_folder
 from autotune.children import Children
 from autotune.errors import AutotuneError
@@ -235,7 +235,7 @@ def test_bf16_on_a_cpu_that_has_none_is_refused(run: Run, folder: Path, monkeypa
         return msgspec.structs.replace(real, cpu=msgspec.structs.replace(real.cpu, bf16=False, bf16_flag=None))
 
     probe = machine.probe_machine
-    monkeypatch.setattr(engine, "probe_machine", without_bf16)
+    monkeypatch.setattr(session, "probe_machine", without_bf16)
     (folder / "sft.yaml").write_text(JOB.replace("bf16: false", "bf16: true"))
     check_refused(run("sft", "--config", "sft.yaml", "--auto"), "this CPU has no bf16 arithmetic", "`bf16: false`")
 
@@ -334,7 +334,7 @@ def test_the_version_is_the_packages(run: Run) -> None:
     ("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("45", 45), ("0.5m", 30), ("1e2s", 100)]
 )
 def test_a_budget_is_a_time(text: str, seconds: float) -> None:
-    assert cli._seconds(text) == seconds
+    assert arguments._seconds(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_a_budget_is_a_time(text: str, seconds: float) -> None:
     ],
 )
 def test_a_memory_limit_is_a_size(text: str, size: int) -> None:
-    assert cli._bytes(text) == size
+    assert arguments._bytes(text) == size
 
 
 def test_a_run_folder_that_another_run_works_in_is_refused(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -19,6 +20,7 @@ from autotune.search.statistics import (
     cannot_reach,
     correction,
     fit_step_cost,
+    independent,
     rate_of,
     ratio_of,
     student_t,
@@ -322,3 +324,36 @@ def test_estimates_overlap_where_their_intervals_touch() -> None:
     assert Estimate(1.0, 0.9, 1.1).overlaps(Estimate(1.2, 1.1, 1.3))
     assert not Estimate(1.0, 0.9, 1.1).overlaps(Estimate(1.3, 1.2, 1.4))
     assert Estimate(0.0, 0.0, 1.0).half_width == math.inf
+
+
+def test_turns_that_resemble_their_neighbours_are_worth_fewer() -> None:
+    scattered = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    spells = [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert independent(scattered) == 8
+    assert independent(spells) == pytest.approx(8 * (1 - 0.625) / (1 + 0.625))
+    assert independent([1.0] * 8) == 8
+
+
+def test_a_few_turns_are_taken_as_independent() -> None:
+    assert independent([0.0, 0.0, 1.0, 1.0]) == 4
+
+
+def test_the_interval_of_a_ratio_covers_the_truth_though_the_host_has_slow_spells() -> None:
+    """Ratios in two states, each lasting several turns: 95 % intervals that took turns as independent held the mean
+    in 62 % of runs."""
+    held = naive = 0
+    for seed in range(400):
+        generator = random.Random(seed)
+        slow, pairs = generator.random() < 0.5, []
+        for _ in range(12):
+            slow = slow if generator.random() < 0.75 else not slow
+            rate = (3.9 if slow else 4.7) * math.exp(generator.gauss(0.0, 0.03))
+            pairs.append((a_pass(seconds=1.0), a_pass(seconds=1.0 / rate)))
+        ratio = ratio_of(pairs)
+        truth = math.sqrt(3.9 * 4.7)
+        held += ratio.low <= truth <= ratio.high
+        logarithms = [math.log(one.rate / base.rate) for base, one in pairs]
+        spread = statistics.stdev(logarithms) * student_t(11) / math.sqrt(12)
+        naive += abs(statistics.mean(logarithms) - math.log(truth)) <= spread
+    assert held > naive
+    assert held / 400 > 0.8

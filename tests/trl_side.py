@@ -112,3 +112,36 @@ FIXED: dict[str, Any] = {
 def _documents(inputs: Mapping[str, Any]) -> list[int]:
     """The documents of a micro-batch: each is its number + 1, repeated."""
     return [int(token) - 1 for token in inputs["input_ids"].unique() if token > 0]
+
+
+def make_models(request: dict[str, Any], _folder: Path) -> list[str]:
+    """Write tiny models with random weights into `folder`: one with full attention, two whose layers carry state."""
+    import torch
+    from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig, Qwen3Config
+
+    size = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
+    heads = {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    configs = {
+        "qwen3": Qwen3Config(**size, **heads, head_dim=16),
+        "mamba": MambaConfig(**size, state_size=8),
+        "lfm2": Lfm2Config(**size, **heads, layer_types=["conv", "full_attention"]),
+    }
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(Path(request["folder"]) / name)
+    return list(configs)
+
+
+def check_with_blind_attention(request: dict[str, Any], folder: Path) -> Any:
+    """The document check with an attention that is causal over the whole row: nobody tells it where documents begin."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from autotune.trial.document_check import check
+
+    def blind(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **rest: Any) -> Any:
+        return sdpa_attention_forward(module, query, key, value, None, **rest | {"is_causal": True})
+
+    AttentionInterface.register("blind", blind)
+    AttentionMaskInterface.register("blind", lambda *_arguments, **_options: None)
+    return check(request, folder)

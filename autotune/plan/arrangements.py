@@ -159,29 +159,24 @@ def _row_lengths(job: Job, data: Data, max_length: int, target: float) -> list[i
 def _fits(data: Data, length: int, target: float) -> bool:
     """Whether whole rows of this length come near enough to the baseline's tokens per step."""
     figures = data.figures(Arrangement("bfd", 1, 1, length))
-    per_row = figures.useful_tokens / figures.rows
-    return abs(max(1, round(target / per_row)) * per_row / target - 1) <= TOKENS_PER_STEP_TOLERANCE
+    return _near_enough(target, figures.useful_tokens / figures.rows)
 
 
 def _packed(job: Job, data: Data, strategy: Any, length: int, target: float) -> Iterator[Choice]:
     one_row = Arrangement(strategy, 1, 1, length)
     figures = data.figures(one_row)
     per_row = figures.useful_tokens / figures.rows
-    rows = max(1, round(target / per_row))
-    off = rows * per_row / target - 1
-    equation = f"{rows} x {per_row:,.0f} tokens is {off:+.1%} of your {target:,.0f} a step"
-    if abs(off) > TOKENS_PER_STEP_TOLERANCE:
-        # rows come whole, so the step would be another one
+    fit = _fit(_rows(job), target, per_row, your_rows="documents")
+    if fit.misses is not None:
         grade: Grade = "changed"
-        fitting = _fitting_batch(_rows(job), target, per_row)
-        why = f"with {fitting} documents a step instead of your {_rows(job)} it would come near enough"
+        why = fit.misses
     else:
         grade, why = _packing_grade(job, data, strategy, figures)
-    for micro_batch in divisors(rows):
+    for micro_batch in divisors(fit.rows):
         yield Choice(
-            Arrangement(strategy, micro_batch, rows // micro_batch, length),
+            Arrangement(strategy, micro_batch, fit.rows // micro_batch, length),
             grade,
-            f"{figures.fill:.0%} of row positions are tokens; {equation}; {why}",
+            f"{figures.fill:.0%} of row positions are tokens; {fit.equation}; {why}",
         )
 
 
@@ -215,33 +210,56 @@ def _unpacked(job: Job, data: Data, base: Arrangement, rejected: list[Rejected])
     target = data.tokens_per_step(base)
     kept = data.kept
     per_document = sum(kept.tokens) / max(1, len(kept.tokens))
-    rows = max(1, round(target / per_document))
-    off = rows * per_document / target - 1
-    equation = f"{rows} x {per_document:,.0f} tokens is {off:+.1%} of your {target:,.0f} a step"
-    if abs(off) > TOKENS_PER_STEP_TOLERANCE:
+    fit = _fit(_rows(job), target, per_document, your_rows="packed rows")
+    if fit.misses is not None:
         grade: Grade = "changed"
-        fitting = _fitting_batch(_rows(job), target, per_document)
-        why = f"with {fitting} packed rows a step instead of your {_rows(job)} it would come near enough"
+        why = fit.misses
     elif data.truncates and resolved["truncation_mode"] == "keep_end":
         grade, why = "changed", "it keeps the end of long documents, and your packed rows the start"
     elif data.figures(base).kept_without_loss:
         grade, why = "changed", "it drops the documents whose loss tokens are all cut off"
     else:
         grade, why = "regrouped", "the same documents in other groups"
-    for micro_batch in divisors(rows):
-        yield Choice(Arrangement("padded", micro_batch, rows // micro_batch), grade, f"{equation}; {why}")
+    for micro_batch in divisors(fit.rows):
+        yield Choice(Arrangement("padded", micro_batch, fit.rows // micro_batch), grade, f"{fit.equation}; {why}")
+
+
+class _Fit(msgspec.Struct, frozen=True):
+    """The whole number of rows whose tokens come nearest to a step of the job's, and why that is not near enough."""
+
+    rows: int
+    equation: str
+    misses: str | None
+
+
+def _fit(yours: int, target: float, per_row: float, *, your_rows: str) -> _Fit:
+    """`target` tokens a step, which `yours` of `your_rows` hold, in rows of `per_row` tokens."""
+    rows = _whole(target, per_row)
+    off = rows * per_row / target - 1
+    equation = f"{rows} x {per_row:,.0f} tokens is {off:+.1%} of your {target:,.0f} a step"
+    if _near_enough(target, per_row):
+        return _Fit(rows, equation, None)
+    fitting = _fitting_batch(yours, target, per_row)
+    return _Fit(rows, equation, f"with {fitting} {your_rows} a step instead of your {yours} it would come near enough")
 
 
 def _fitting_batch(rows: int, target: float, per_row: float) -> int:
     """The batch nearest to `rows` documents whose tokens are near enough to a whole number of packed rows."""
     per_document = target / rows
 
-    def fits(batch: int) -> bool:
-        tokens = batch * per_document
-        return abs(max(1, round(tokens / per_row)) * per_row / tokens - 1) <= TOKENS_PER_STEP_TOLERANCE
-
     # at ten packed rows any number is near enough to a whole one
-    return min(filter(fits, range(1, rows + round(10 * per_row / per_document) + 2)), key=lambda one: abs(one - rows))
+    batches = range(1, rows + round(10 * per_row / per_document) + 2)
+    fitting = (batch for batch in batches if _near_enough(batch * per_document, per_row))
+    return min(fitting, key=lambda batch: abs(batch - rows))
+
+
+def _whole(target: float, per_row: float) -> int:
+    """Rows of `per_row` tokens whose sum comes nearest to `target`; at least one."""
+    return max(1, round(target / per_row))
+
+
+def _near_enough(target: float, per_row: float) -> bool:
+    return abs(_whole(target, per_row) * per_row / target - 1) <= TOKENS_PER_STEP_TOLERANCE
 
 
 def _rows(job: Job) -> int:

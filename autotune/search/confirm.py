@@ -1,8 +1,11 @@
 """The confirmation: baseline and finalists again, in fresh children, pass by pass in turns.
 
 A host's slow spells last longer than a turn, so two arms that take turns share them, and their ratio is steadier
-than either rate. A turn of a fast arm is several passes long, since a pass of half a second says little on a noisy
-host. Every round visits the arms in the reverse order of the one before, which cancels a steady drift.
+than either rate. A spell can still slow one arm more than the other: on a virtual machine of two cores, arms of two
+threads ran 20 % slower for 15 to 110 s at a time while arms of one thread did not, and nothing in `/proc/stat` showed
+it. So the confirmation lasts for some time, however sure the first rounds look. A turn of a fast
+arm is several passes long, since a pass of half a second says little on a noisy host. Every round visits the arms in
+the reverse order of the one before, which cancels a steady drift.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from autotune.trial.result import Pass, TrialResult, joined, passes_of
 from autotune.trial.runner import Trial
 
 FEWEST_ROUNDS = 4
-MOST_ROUNDS = 12
+MOST_ROUNDS = 24
+LEAST_SECONDS = 60.0  # and this share of the budget at most
+LEAST_SHARE = 0.1
 ENOUGH = 0.02  # half the interval of the ratio, as a share of it
 MOST_PASSES = 3  # of one arm in one turn
 OUTRUN = 0.93  # of the best ratio: an arm below this after a whole round is not measured on
@@ -73,7 +78,8 @@ def confirm(
     """
     together = resident_bytes < 0.8 * psutil.virtual_memory().available and setting.machine.backend == "cpu"
     candidates = [reference, *finalists]
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
+    deadline = began + seconds
     arms: list[Arm] = []
     try:
         for place, candidate in enumerate(candidates):
@@ -93,9 +99,9 @@ def confirm(
                 break
             rounds = number
             running = _in_the_race(setting, running)
-            if rounds >= FEWEST_ROUNDS and _sure(setting, running):
-                break
             now = time.monotonic()
+            if rounds >= FEWEST_ROUNDS and now - began >= least_seconds(setting) and _sure(setting, running):
+                break
             if rounds >= 2 and now + (now - round_began) > deadline:
                 break
     finally:
@@ -109,6 +115,11 @@ def confirm(
         arm.candidate: ratio_of(_pairs(setting, arms[0], arm)) for arm in arms[1:] if not arm.failed and rounds > 0
     }
     return Confirmed(ratios if not arms[0].failed else {}, results, rounds)
+
+
+def least_seconds(setting: Setting) -> float:
+    """How long a confirmation lasts at least."""
+    return min(LEAST_SECONDS, LEAST_SHARE * setting.budget_seconds)
 
 
 def passes_in_a_turn(reference_seconds: float, arm_seconds: float) -> int:

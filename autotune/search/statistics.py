@@ -6,6 +6,7 @@ rate, since long and short steps differ by more than the noise. Intervals are 95
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ STUDENT_T = (
 # A host shared with others slows a process down for seconds at a time, which the spread inside one short pass does
 # not show: no single pass is trusted to better than this (share of the rate).
 PASS_NOISE = 0.03
+FEWEST_TO_CORRELATE = 6  # pairs, below which neighbours' correlation is not estimated
+MOST_CORRELATION = 0.8
 
 
 def student_t(degrees: int) -> float:
@@ -139,16 +142,32 @@ def rate_of(passes: Sequence[Pass], steps: Sequence[Step]) -> Estimate:
 
 def ratio_of(pairs: Sequence[tuple[Pass, Pass]]) -> Estimate:
     """How much faster the second of each pair is: the geometric mean over pairs of passes on the same documents,
-    with Student's interval of the logarithms. One pair alone has no spread: its interval is `PASS_NOISE` each way,
-    doubled for the two passes."""
+    with Student's interval of the logarithms, for as many independent pairs as these are worth. One pair alone has no
+    spread: its interval is `PASS_NOISE` each way, doubled for the two passes."""
     logarithms = [math.log(second.rate / first.rate) for first, second in pairs]
     mean = sum(logarithms) / len(logarithms)
     if len(logarithms) == 1:
         half = 2 * PASS_NOISE
     else:
         variance = sum((one - mean) ** 2 for one in logarithms) / (len(logarithms) - 1)
-        half = student_t(len(logarithms) - 1) * math.sqrt(variance / len(logarithms))
+        half = student_t(len(logarithms) - 1) * math.sqrt(variance / independent(logarithms))
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def independent(values: Sequence[float]) -> float:
+    """How many independent values a series is worth: a slow spell that lasts over several makes neighbours alike.
+
+    n (1 - r) / (1 + r) with r the correlation of neighbours, the effective size of a sample from an autoregressive
+    process of order one (Bayley and Hammersley, 1946). Too few values show no r: the series is then taken as it is.
+    """
+    count = len(values)
+    mean = sum(values) / count
+    spread = sum((one - mean) ** 2 for one in values)
+    if count < FEWEST_TO_CORRELATE or spread == 0.0:
+        return float(count)
+    together = sum((one - mean) * (after - mean) for one, after in itertools.pairwise(values))
+    correlation = min(MOST_CORRELATION, max(0.0, together / spread))
+    return count * (1 - correlation) / (1 + correlation)
 
 
 def cannot_reach(steps: Sequence[Step], *, steps_per_pass: int, best_low: float, scale: float = 1.0) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.search.confirm import passes_in_a_turn
+from autotune.search.confirm import least_seconds, passes_in_a_turn
 from autotune.search.finals import MOST_FINALISTS
 from autotune.search.setting import Setting
 from autotune.trial.result import TrialResult
@@ -36,13 +36,14 @@ def seconds_to_confirm(setting: Setting, *, baseline: TrialResult | None, best: 
     if best is None:
         return 0.0
     arms = [best] * MOST_FINALISTS + ([baseline] if baseline is not None else [])
-    seconds = seconds_to_check(baseline or best)
+    seconds = 0.0
     for arm in arms:
         a_pass = arm.passes[0]
         warm_up = 2 * a_pass.seconds / a_pass.steps
         turn = a_pass.seconds * passes_in_a_turn(arms[-1].passes[0].seconds, a_pass.seconds)
         seconds += ROUNDS_FORESEEN * turn + (arm.startup_seconds or 1.0) + warm_up
-    return min(seconds, CONFIRM_SHARE * setting.budget_seconds)
+    seconds = max(seconds, least_seconds(setting))
+    return min(seconds + seconds_to_check(baseline or best), CONFIRM_SHARE * setting.budget_seconds)
 
 
 def seconds_to_check(slowest: TrialResult | None) -> float:

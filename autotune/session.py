@@ -1,0 +1,119 @@
+"""One use of the engine: the server that children are forked from, in the environment of the job's launch, and how
+signals end what is going on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from autotune.children import Children
+from autotune.errors import AutotuneError
+from autotune.job import Job, check_method, import_environment
+from autotune.plan.space import Grade
+from autotune.probe.machine import Machine, probe_machine
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line asks for, beside TRL's own options (`arguments`)."""
+
+    method: str
+    arguments: tuple[str, ...]
+    folder: Path  # where relative paths start
+    budget_seconds: float | None = None  # 10 minutes, or for a run that is resumed what it was given
+    trial_limit: int | None = None
+    allowed: tuple[Grade, ...] = ()
+    run_folder: Path | None = None
+    resume: Path | None = None
+    gpus: str | None = None
+    memory_limit_bytes: int | None = None
+    cold: bool = False
+    demo: bool = False
+
+
+@contextlib.contextmanager
+def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]]:
+    """Start the server in the job's launch environment; its log goes with it."""
+    check_method(options.method)
+    machine = probe_machine(_with_gpus(os.environ, options.gpus))
+    if options.gpus is not None and machine.backend != "cuda":
+        raise AutotuneError(
+            f"`--gpus {options.gpus}` names no GPU that can be used here",
+            hint="; ".join(problem.what for problem in machine.problems) or "leave it out to tune on the CPU",
+        )
+    arguments = list(options.arguments)
+    if options.demo and "--config" in arguments:
+        raise AutotuneError("`--demo` brings a config of its own", hint="leave out `--demo` or `--config`")
+    environment = _with_gpus(import_environment(arguments, options.folder), options.gpus)
+    if machine.backend == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid  # one card for now; the fork server inherits it
+    logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
+    try:
+        with Children(environment, log=logs / "server.log", cold=options.cold) as children:
+            if options.demo:
+                from autotune.demo import build_demo, cache_folder
+
+                demo = build_demo(cache_folder(), children, accelerator=machine.backend == "cuda")
+                options = msgspec.structs.replace(options, arguments=("--config", str(demo.config), *arguments))
+            yield children, options, machine
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def children_of(job: Job, machine: Machine, *, cold: bool) -> Iterator[Children]:
+    """The server for a run that is resumed, in the launch environment its job had."""
+    at_import = {name: value for name, value in job.launch_environment.items() if name.startswith(("OMP_", "KMP_"))}
+    environment = {**os.environ, **job.environment, **at_import}
+    if machine.backend == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid
+    logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
+    try:
+        with Children(environment, log=logs / "server.log", cold=cold) as children:
+            yield children
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+def _with_gpus(environment: Any, gpus: str | None) -> dict[str, str]:
+    """The environment as it would be with `--gpus`."""
+    chosen = dict(environment)
+    if gpus is not None and gpus != "all":
+        chosen["CUDA_VISIBLE_DEVICES"] = gpus
+    return chosen
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal end what is inside as Ctrl-C does."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    kept = [(number, signal.signal(number, interrupt)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        yield
+    finally:
+        for number, handler in kept:
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def not_interrupted() -> Iterator[None]:
+    """A second Ctrl-C must not tear the files that are being written."""
+    kept = [
+        (number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ]
+    try:
+        yield
+    finally:
+        for number, handler in kept:
+            signal.signal(number, handler)
