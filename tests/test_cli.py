@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from autotune import __version__, arguments, cli, engine, session
+from autotune import __version__, arguments, cli, session
 from autotune import folder as run_folder
 from autotune.children import Children
 from autotune.errors import AutotuneError
