@@ -1,28 +1,36 @@
 """The claimed speed-up against real `trl` commands: the user's config and tuned.yaml, in turns.
 
 Each arm is `trl METHOD --config FILE` in a fresh process over the same number of documents; its rate is TRL's own
-`num_tokens` over TRL's own `train_runtime`.
+`num_tokens` over TRL's own `train_runtime`. A host that is faster in one minute than in the next moves the ratio
+between the run and this comparison; with `--trials` each command is followed by a trial of the same steps on the
+same documents, so that what trials measure stands beside what the command gives in the same minute.
 
-    make bench-e2e                      tunes the demo first
-    make bench-e2e ARGS="--run RUN"     takes a run that is there
+    make bench-e2e                                tunes the demo first
+    make bench-e2e ARGS="--run RUN --trials"      takes a run that is there
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
-import math
 import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from autotune import engine, session
 from autotune import folder as run_folder
 from autotune.deliver.files import tuned_yaml
 from autotune.events import RunFinished, decode_line
+from autotune.probe.lengths import sample_rows
+from autotune.search.measure import POLL_SECONDS
 
 NUMBER = r"['\"]%s['\"]: ['\"]?([0-9.e+]+)"
 
@@ -54,6 +62,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="a run's folder; without it the demo is tuned")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, help="optimizer steps of each arm; default: one epoch")
+    parser.add_argument("--trials", action="store_true", help="measure the same steps by trials as well")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
@@ -71,19 +80,59 @@ def main() -> None:
         resolved = job.resolved
         rows = resolved["per_device_train_batch_size"] * resolved["gradient_accumulation_steps"]
         steps = given.steps or max(1, prepared.lengths.rows // rows)
-        ratios = []
-        for repeat in range(given.repeats):
-            arms = [before, after] if repeat % 2 == 0 else [after, before]
-            found = {arm: rate(job.method, arm, Path(job.folder), steps) for arm in arms}
-            ratios.append(found[after][0] / found[before][0])
-            print(
-                f"before {found[before][0]:.0f} tokens/s in {found[before][1]:.1f} s   "
-                f"after {found[after][0]:.0f} tokens/s in {found[after][1]:.1f} s   ratio {ratios[-1]:.3f}",
-                flush=True,
-            )
-    measured = math.exp(statistics.fmean(map(math.log, ratios)))
-    claim = claimed.speedup or 1.0
+        ratios: list[float] = []
+        by_trials: list[float] = []
+        with trials_of(run, work) if given.trials else contextlib.nullcontext() as trial_rate:
+            for repeat in range(given.repeats):
+                found: dict[Path, float] = {}
+                tried: dict[Path, float] = {}
+                for arm in (before, after) if repeat % 2 == 0 else (after, before):
+                    found[arm], seconds = rate(job.method, arm, Path(job.folder), steps)
+                    line = f"{arm.stem:6} {found[arm]:.0f} tokens/s in {seconds:.1f} s"
+                    if trial_rate is not None:
+                        tried[arm] = trial_rate(arm == after, steps)
+                        line += f"   by a trial {tried[arm]:.0f}"
+                    print(line, flush=True)
+                ratios.append(found[after] / found[before])
+                print(f"ratio  {ratios[-1]:.3f}", end="")
+                if tried:
+                    by_trials.append(tried[after] / tried[before])
+                    print(f"   by trials {by_trials[-1]:.3f}", end="")
+                print(flush=True)
+    measured, claim = statistics.geometric_mean(ratios), claimed.speedup or 1.0
     print(f"claimed {claim:.3f}   end to end {measured:.3f}   apart {measured / claim - 1:+.1%}")
+    if by_trials:
+        same = statistics.geometric_mean(by_trials)
+        print(f"by trials in the same minutes {same:.3f}   apart {measured / same - 1:+.1%}")
+
+
+@contextlib.contextmanager
+def trials_of(run: Path, work: Path) -> Iterator[Callable[[bool, int], float]]:
+    """Measures so many optimizer steps of the run's winner, or of the user's own, by a trial on the whole data."""
+    plan = engine.resume(session.Options(method="", arguments=(), folder=Path.cwd(), resume=run))
+    prepared = plan.prepared
+    winner = next(
+        one.candidate
+        for one in reversed(run_folder.results(run))
+        if one.purpose == "memory" and one.outcome == "ok"  # the last check of a winner
+    )
+    count = itertools.count()
+    with session.children_of(prepared.job, prepared.machine, cold=False) as children:
+        setting = engine.setting_of(plan, work, children, emit=lambda _event: None, started=time.monotonic())
+        rows = setting.data.kept.row_numbers
+        documents = work / "documents.parquet"
+        sample_rows(prepared.job.resolved, rows, documents, folder=setting.job_folder, children=children)
+
+        def measure(tuned: bool, steps: int) -> float:
+            candidate = winner if tuned else plan.space.baseline
+            trial = setting.trial(next(count), candidate, documents, purpose="memory", passes=0, warm_up_steps=steps)
+            trial.start()
+            while trial.running:
+                time.sleep(POLL_SECONDS)
+                trial.poll()
+            return sum(one.useful_tokens for one in trial.steps) / sum(one.seconds for one in trial.steps)
+
+        yield measure
 
 
 def finished(run: Path) -> RunFinished:

@@ -16,6 +16,14 @@ NVML_P2P_CAPS_INDEX_NVLINK = 2
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class GpuProcess(msgspec.Struct, frozen=True):
+    """A process of somebody else that computes on a GPU; None for what the system does not tell."""
+
+    pid: int
+    name: str | None
+    memory_bytes: Bytes | None
+
+
 class Gpu(msgspec.Struct, frozen=True):
     """One GPU, or one MIG slice of it.
 
@@ -34,6 +42,10 @@ class Gpu(msgspec.Struct, frozen=True):
     linked_to: tuple[int, ...]
     busy_processes: int | None
     peer_access: tuple[int, ...] = ()
+    pci: str | None = None  # its place on the bus, as `nvidia-smi` writes it
+    processes: tuple[GpuProcess, ...] = ()
+    power_limit_watts: float | None = None
+    throttling: tuple[str, ...] | None = None  # why its clocks are held back, in words; None where not told
 
 
 class NvmlReport(msgspec.Struct, frozen=True, kw_only=True):

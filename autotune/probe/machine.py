@@ -23,6 +23,7 @@ __all__ = [
     "Cpu",
     "Fact",
     "Gpu",
+    "LayerKernels",
     "Machine",
     "Problem",
     "describe",
@@ -39,12 +40,29 @@ GIB = 2**30
 
 
 class AttentionBackend(msgspec.Struct, frozen=True):
-    """`packing`: what it does with packed documents: `variable length`, `dense mask` or `unknown`."""
+    """An attention implementation by its name in TRL's `attn_implementation`.
+
+    `packing`: what it does with packed documents: `variable length`, `dense mask`, `contaminates` or `unknown`.
+    `milliseconds`: forward and backward of the probe; `error`: its logits' distance from sdpa in float32 as a share
+    of their spread; `revision`: the hub kernel's. `expected`: judged by what is published, not tried.
+    """
 
     name: str
     usable: bool
     packing: str
     reason: str
+    milliseconds: float | None = None
+    error: float | None = None
+    revision: str | None = None
+    expected: bool = False
+
+
+class LayerKernels(msgspec.Struct, frozen=True):
+    """Whether `model_init_kwargs: {use_kernels: true}` works here; `names`: the layers that it would replace."""
+
+    usable: bool
+    reason: str
+    names: tuple[str, ...] = ()
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +79,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str | None]
     precision: Fact
     attention: tuple[AttentionBackend, ...] = ()
+    layer_kernels: LayerKernels | None = None
     problems: tuple[Problem, ...] = ()
+    overridden: tuple[str, ...] = ()  # what the user said instead of the probe: `precision`, `gpu_memory`, ...
+    what_if: bool = False  # read from a file: the machine is not here
 
 
 def probe_machine(environment: Mapping[str, str] = os.environ) -> Machine:

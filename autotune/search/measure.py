@@ -18,7 +18,7 @@ from autotune.trial.load import LoadMeter
 from autotune.trial.result import Pass, TrialResult, passes_of
 from autotune.trial.runner import Trial, to_json
 
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.05  # more often would be felt by a trial that uses every core
 ENOUGH = 0.022  # half the interval as a share of the rate, below which a rate is known well enough
 MOST_PASSES = 3  # of a trial in the search; the confirmation goes on for longer
 LONGEST_SHARE = 0.12  # of the budget, for the passes of one trial, beyond the first

@@ -18,7 +18,7 @@ from typing import Any
 
 from autotune.events import PROTOCOL, EventWriter, Finished, Hello, Outcome, PassEnd, Phase, Step
 
-TURN_POLL_SECONDS = 0.02  # a trial that waits must not be felt by the one that runs
+TURN_POLL_SECONDS = 0.1  # a trial that waits must not be felt by the one that runs
 
 TRAINERS = {"sft": "SFTTrainer"}
 
