@@ -31,6 +31,7 @@ from autotune.deliver.files import tuned_yaml
 from autotune.events import RunFinished, decode_line
 from autotune.probe.lengths import sample_rows
 from autotune.search.measure import POLL_SECONDS
+from autotune.search.setting import WARM_UP_STEPS
 
 NUMBER = r"['\"]%s['\"]: ['\"]?([0-9.e+]+)"
 
@@ -130,7 +131,10 @@ def trials_of(run: Path, work: Path) -> Iterator[Callable[[bool, int], float]]:
             while trial.running:
                 time.sleep(POLL_SECONDS)
                 trial.poll()
-            return sum(one.useful_tokens for one in trial.steps) / sum(one.seconds for one in trial.steps)
+            measured = trial.steps[
+                WARM_UP_STEPS:
+            ]  # the first steps allocate, in a forked process more than in a fresh one
+            return sum(one.useful_tokens for one in measured) / sum(one.seconds for one in measured)
 
         yield measure
 
