@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -38,6 +39,16 @@ def truncate(lengths: Lengths, max_length: int | None, truncation_mode: Truncati
             tokens=lengths.tokens,
             loss_tokens=lengths.loss_tokens,
             dropped_tokens=0,
+            dropped_rows=0,
+            weight=weight,
+        )
+    if lengths.all_bear_loss and 0 not in lengths.tokens:  # nothing is dropped whole
+        tokens_kept = tuple(map(min, lengths.tokens, itertools.repeat(max_length)))
+        return Kept(
+            row_numbers=tuple(numbers),
+            tokens=tokens_kept,
+            loss_tokens=tokens_kept,
+            dropped_tokens=sum(lengths.tokens) - sum(tokens_kept),
             dropped_rows=0,
             weight=weight,
         )

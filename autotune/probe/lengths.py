@@ -70,6 +70,11 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     def rows_measured(self) -> int:
         return len(self.tokens)
 
+    @property
+    def all_bear_loss(self) -> bool:
+        """Whether every token of every row bears loss, as in plain text."""
+        return self.loss_tokens == self.tokens
+
 
 def measure_lengths(
     job_resolved: Mapping[str, Any],
