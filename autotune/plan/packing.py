@@ -124,8 +124,7 @@ def _best_fit_rows(block: Sequence[int], max_length: int) -> int:
             enough = in_use >> length
             space = length + (enough & -enough).bit_length() - 1 if enough else max_length
             # a row that has just taken a document has the smallest space that is enough, until it is not enough
-            each = space // length
-            each = min(each, left)
+            each = min(space // length, left)
             filled = left // each
             if enough:
                 if filled >= free[space]:
