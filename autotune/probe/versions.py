@@ -13,10 +13,35 @@ from packaging.version import InvalidVersion, Version
 
 from autotune.probe.facts import Problem
 
-DISTRIBUTIONS = ("trl", "transformers", "torch", "accelerate", "peft", "datasets", "kernels", "vllm", "flash_attn")
+DISTRIBUTIONS = (
+    "trl",
+    "transformers",
+    "torch",
+    "accelerate",
+    "peft",
+    "datasets",
+    "kernels",
+    "vllm",
+    "flash_attn",
+    "flash_attn_3",
+    "flash_attn_4",
+)
 
 # A pair that this program's own tests run against, for when the newest of each do not fit.
 TESTED_PAIR = "transformers==5.22.2 kernels==0.17.2"
+
+# The `kernels` that each minor version of transformers takes: at least, and older than (its own
+# `utils/import_utils.py`, KERNELS_MIN_VERSION and KERNELS_MAX_VERSION, read in 5.17.0, 5.18, 5.19, 5.20.2, 5.22.2 and
+# 5.24.0; 5.21 stands between two that agree). For machines that are not here; the installed one is asked itself.
+KERNELS_BOUNDS = {
+    (5, 17): ("0.16.0", "0.17"),
+    (5, 18): ("0.17.0", "0.18"),
+    (5, 19): ("0.17.0", "0.18"),
+    (5, 20): ("0.17.2", "0.18"),
+    (5, 21): ("0.17.2", "0.18"),
+    (5, 22): ("0.17.2", "0.18"),
+    (5, 24): ("0.18.2", "0.19"),
+}
 
 
 class TorchBuild(msgspec.Struct, frozen=True):
@@ -85,6 +110,17 @@ def kernels_bounds() -> tuple[str, str] | None:
     text = _source_of("transformers", "utils/import_utils.py")
     found = dict(re.findall(r"^KERNELS_(MIN|MAX)_VERSION\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE))
     return (found["MIN"], found["MAX"]) if len(found) == 2 else None
+
+
+def known_kernels_bounds(transformers: str) -> tuple[str, str] | None:
+    """The same of any version of transformers; None for one that is not known."""
+    if transformers == installed_version("transformers"):
+        return kernels_bounds()
+    try:
+        version = Version(transformers)
+    except InvalidVersion:
+        return None
+    return KERNELS_BOUNDS.get((version.major, version.minor))
 
 
 def _source_of(package: str, path: str) -> str:

@@ -1,0 +1,201 @@
+"""Backends of a machine that is not here: judged by what is published, each with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from autotune.children import Children
+from autotune.probe.attention_names import FORMS, HUB_KERNELS, NATIVE
+from autotune.probe.builds import PUBLISHED, expected_attention, supports
+from autotune.probe.facts import Fact
+from autotune.probe.machine import AttentionBackend, Machine
+from tests import parts
+
+CAPABILITIES = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
+LISTS = (
+    *(list(builds.architectures) for builds in PUBLISHED.values()),
+    ["9.0f"],
+    ["10.0f"],
+    ["8.0+PTX"],
+    ["9.0a+PTX"],
+    ["sm_80"],
+    ["sm_80", "9.0"],
+)
+FLASH2, FLASH3, VLLM_FLASH3, FLASH4 = HUB_KERNELS[:4]
+VERSIONS = {
+    "transformers": "5.22.2", "kernels": "0.17.2", "torch": "2.13.0", "torch_cuda": "12.8", "flash_attn": None,
+}  # fmt: skip
+
+
+def gpu_of(*capabilities: tuple[int, int] | None, versions: dict[str, Any] | None = None, **changes: Any) -> Machine:
+    gpus = tuple(
+        msgspec.structs.replace(parts.gpu(index), compute_capability=one) for index, one in enumerate(capabilities)
+    )
+    return parts.machine(backend="cuda", gpus=gpus, versions={**VERSIONS, **(versions or {})}, **changes)
+
+
+def expected(machine: Machine, *, asked: str | None = None) -> dict[str, AttentionBackend]:
+    return {one.name: one for one in expected_attention(machine, job_attention=asked)}
+
+
+def usable(machine: Machine) -> list[str]:
+    return [one.name for one in expected_attention(machine) if one.usable]
+
+
+def architecture_answers(request: dict[str, Any], folder: object) -> list[list[bool]]:
+    from kernels.archs import _supports_cuda_capability
+
+    return [[_supports_cuda_capability(one, tuple(at)) for at in request["capabilities"]] for one in request["lists"]]
+
+
+def test_the_rule_of_architectures_is_that_of_kernels(children: Children) -> None:
+    answers = children.call(
+        "tests.test_builds:architecture_answers",
+        {"lists": LISTS, "capabilities": CAPABILITIES},
+        deadline_seconds=60,
+    )
+    assert [[supports(one, at) for at in CAPABILITIES] for one in LISTS] == answers
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels"),
+    [
+        ((7, 0), []),
+        ((7, 5), []),
+        ((8, 0), [FLASH2, FLASH3, VLLM_FLASH3]),
+        ((8, 9), [FLASH2, FLASH3, VLLM_FLASH3]),
+        ((9, 0), [FLASH2, FLASH3, VLLM_FLASH3]),
+        ((10, 0), [FLASH2]),
+        ((10, 3), [FLASH2]),
+        ((12, 0), [FLASH2]),
+    ],
+)
+def test_hub_kernels_are_expected_where_they_are_built_for(capability: tuple[int, int], kernels: list[str]) -> None:
+    assert usable(gpu_of(capability)) == [*NATIVE, *kernels]
+
+
+def test_every_reason_says_that_it_is_expected() -> None:
+    for machine in (gpu_of((8, 0)), parts.cpu_machine(), parts.machine(backend="rocm"), parts.machine(backend="mps")):
+        for backend in expected_attention(machine, job_attention="mine/flash"):
+            assert backend.expected
+            assert backend.reason.startswith("expected: ")
+
+
+def test_the_weakest_gpu_decides() -> None:
+    assert usable(gpu_of((9, 0), (7, 5))) == [*NATIVE]
+    assert FLASH3 not in usable(gpu_of((9, 0), (12, 0)))
+    assert expected(gpu_of((9, 0), (12, 0)))[FLASH3].reason == (
+        "expected: it is built for 8.0, 9.0a, and compute capability 12.0 runs none of these"
+    )
+
+
+def test_flex_attention_needs_a_gpu_that_triton_compiles_for() -> None:
+    assert expected(gpu_of((6, 1)))["flex_attention"].reason == (
+        "expected: Triton, which compiles it, needs compute capability 7.0 or newer, and this is 6.1"
+    )
+    assert expected(parts.cpu_machine())["flex_attention"].reason == (
+        "expected: flex_attention has no backward on a CPU"
+    )
+
+
+def test_flash_attention_3_needs_cuda_12_8() -> None:
+    assert expected(gpu_of((9, 0), versions={"torch_cuda": "12.6"}))[FLASH3].reason == (
+        "expected: it needs a torch for CUDA 12.8 or newer, and this one is for 12.6"
+    )
+    assert expected(gpu_of((9, 0), versions={"torch_cuda": None}))[FLASH3].reason.startswith("expected: not known: ")
+    assert FLASH3 in usable(gpu_of((9, 0), versions={"torch_cuda": "13.0"}, cuda_driver=(13, 1)))
+
+
+def test_a_driver_older_than_torchs_cuda_runs_no_kernel() -> None:
+    machine = gpu_of((9, 0), versions={"torch_cuda": "13.0"}, cuda_driver=(12, 4))
+    assert usable(machine) == ["sdpa", "eager"]
+    assert expected(machine)[FLASH2].reason == (
+        "expected: torch is built for CUDA 13.0, and the driver runs CUDA up to 12.4"
+    )
+
+
+def test_a_capability_that_is_not_told_is_not_guessed() -> None:
+    assert expected(gpu_of((8, 0), None))[FLASH2].reason == (
+        "expected: not known: the compute capability of a GPU is not told"
+    )
+
+
+@pytest.mark.parametrize(
+    ("transformers", "kernels", "reason"),
+    [
+        ("5.17.0", "0.16.2", None),
+        ("5.18.1", "0.17.0", None),
+        ("5.22.0", "0.17.2", None),
+        ("5.24.0", "0.17.2", "transformers 5.24.0 takes kernels 0.18.2 or newer and older than 0.19, and 0.17.2 is"),
+        ("5.17.0", "0.17.2", "transformers 5.17.0 takes kernels 0.16.0 or newer and older than 0.17, and 0.17.2 is"),
+        ("5.40.0", "0.17.2", "not known: which kernels transformers 5.40.0 takes is not listed here"),
+        ("5.22.2", None, "`kernels` is not installed"),
+    ],
+)
+def test_hub_kernels_need_a_pair_of_versions_that_works(
+    transformers: str, kernels: str | None, reason: str | None
+) -> None:
+    found = expected(gpu_of((8, 0), versions={"transformers": transformers, "kernels": kernels}))[FLASH2]
+    assert found.usable == (reason is None)
+    assert reason is None or found.reason.startswith(f"expected: {reason}")
+
+
+def test_a_package_is_expected_by_its_version_and_its_gpu() -> None:
+    assert expected(gpu_of((8, 0), versions={"flash_attn": "2.8.3"}))["flash_attention_2"].usable
+    old = expected(gpu_of((8, 0), versions={"flash_attn": "2.2.0"}))["flash_attention_2"]
+    assert old.reason == "expected: transformers takes `flash-attn` 2.3.3 or newer, and 2.2.0 is installed"
+    weak = expected(gpu_of((8, 0), versions={"flash_attn_4": "4.0.0"}))["flash_attention_4"]
+    assert weak.reason == "expected: `flash-attn-4` needs compute capability 9.0 or newer, and this is 8.0"
+    turing = expected(gpu_of((7, 5), versions={"flash_attn": "2.8.3"}))["flash_attention_2"]
+    assert turing.reason == "expected: `flash-attn` needs compute capability 8.0 or newer, and this is 7.5"
+
+
+def test_the_jobs_own_name_without_its_package_is_expected_as_the_hubs_kernel() -> None:
+    assert expected(gpu_of((8, 0)), asked="flash_attention_2")["flash_attention_2"].usable
+    assert not expected(gpu_of((8, 0)))["flash_attention_2"].usable
+
+
+def test_flash_kernels_are_not_expected_in_float32() -> None:
+    machine = gpu_of((8, 0), precision=Fact("float32", "asked"))
+    assert expected(machine)[FLASH2].reason == (
+        "expected: flash kernels take bf16 and fp16, and the precision is float32"
+    )
+
+
+def test_a_kernel_for_generation_is_never_expected() -> None:
+    assert expected(gpu_of((9, 0)))["kernels-community/paged-attention"] == AttentionBackend(
+        "kernels-community/paged-attention",
+        usable=False,
+        packing="unknown",
+        reason="expected: it is for generation and has no backward",
+        expected=True,
+    )
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "kernels-community/flash-attn2/build", "mine/", "mine/a b", ""])
+def test_a_name_that_is_no_repository_is_rejected_with_the_forms_that_are_accepted(name: str) -> None:
+    found = expected(gpu_of((8, 0)), asked=name)
+    if not name:
+        assert name not in found
+        return
+    assert not found[name].usable
+    assert found[name].reason.endswith(f"nor the name of a kernel's repository, {FORMS}")
+
+
+@pytest.mark.parametrize("name", ["mine/flash", "mine/flash@main", "mine/flash:forward", "mine/flash@main:forward"])
+def test_a_kernel_that_is_not_listed_is_not_known(name: str) -> None:
+    assert expected(gpu_of((8, 0)), asked=name)[name].reason == (
+        "expected: not known: what this kernel is built for is not listed here"
+    )
+
+
+def test_other_accelerators_are_told_as_not_known() -> None:
+    rocm = expected(parts.machine(backend="rocm"))
+    assert rocm["flex_attention"].reason == "expected: not known on rocm"
+    assert rocm[FLASH2].reason == "expected: needs a CUDA GPU"
+    assert rocm["sdpa"].usable
+    xpu = expected(parts.machine(backend="xpu"))
+    assert xpu[FLASH2].reason == "expected: not known on xpu, where it has builds"
