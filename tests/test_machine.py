@@ -194,7 +194,7 @@ def test_the_machine_has_the_versions_that_are_installed() -> None:
     assert (found["trl"], found["transformers"], found["torch"]) == (trl, transformers, torch)
     assert set(found) == {
         "python", "trl", "transformers", "torch", "torch_cuda", "accelerate", "peft", "datasets", "kernels", "vllm",
-        "flash_attn",
+        "flash_attn", "flash_attn_3", "flash_attn_4",
     }  # fmt: skip
 
 
