@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from autotune.plan.figures import Figures
-from autotune.plan.lengths_report import lengths_report
+from autotune.plan.lengths_report import lengths_report, to_builtins
 from autotune.plan.order import random_order
 from autotune.plan.packing import bfd, bfd_split, padded, rebalanced, truncate, wrapped
 from autotune.probe.lengths import Lengths
@@ -281,7 +281,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def test_the_report_names_every_arrangement_and_is_json() -> None:
     lengths = lengths_of([10, 20, 30, 40, 500], prompt=[0, 0, 0, 0, 0])
-    report = lengths_report(lengths, max_length=50, micro_batch=2, accumulation=2)
+    report = to_builtins(lengths_report(lengths, max_length=50, micro_batch=2, accumulation=2))
     assert json.loads(json.dumps(report)) == report
     assert report["rows"] == report["rows_measured"] == 5
     assert report["tokens"] == 600
@@ -290,10 +290,13 @@ def test_the_report_names_every_arrangement_and_is_json() -> None:
     assert report["arrangements"]["bfd"]["dropped_tokens"] == 450
     assert report["arrangements"]["bfd_split"]["split_rows"] == 1
     assert report["arrangements"]["padded"]["rows"] == 5
+    assert report["arrangements"]["padded"]["steps_per_epoch"] == 2
+    assert report["histogram"][0] == {"low": 8, "high": 15, "rows": 1}
+    assert sum(one["rows"] for one in report["histogram"]) == 5
 
 
 def test_without_max_length_the_report_has_no_packing() -> None:
-    report = lengths_report(lengths_of([10, 20]), max_length=None, micro_batch=8)
+    report = to_builtins(lengths_report(lengths_of([10, 20]), max_length=None, micro_batch=8))
     assert list(report["arrangements"]) == ["padded", "rebalanced"]
     assert report["arrangements"]["padded"]["fill"] == 0.75
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from autotune.job import Job, effective
 from autotune.plan.data import Data
-from autotune.plan.lengths_report import percentiles
+from autotune.plan.lengths_report import LengthsReport, percentiles, to_builtins
 from autotune.plan.space import Space
 from autotune.probe.facts import Fact
-from autotune.probe.machine import Machine
+from autotune.probe.machine import AMPERE, Machine
 from autotune.search.statistics import Estimate
 
 
@@ -84,15 +84,47 @@ def precision(job: Job, machine: Machine) -> Fact:
     return Fact(value, "TRL's default" + (f", and {machine.precision.reason}" if suits else ""))
 
 
+def precision_notes(job: Job, machine: Machine) -> list[str]:
+    """What a person who chose the precision should know; nothing is changed, since it was chosen.
+
+    torch accepts bf16 below Ampere and emulates it (torch 2.13, `torch.cuda.is_bf16_supported`).
+    """
+    notes = []
+    computes = precision(job, machine)
+    written = [name for name in ("bf16", "fp16") if name in job.options]
+    if "precision" in machine.overridden and written and computes.value != machine.precision.value:
+        notes.append(
+            f"`--precision {machine.precision.value}` has no effect: your job says "
+            f"`{written[0]}: {str(job.options[written[0]]).lower()}`, and that stays"
+        )
+    weakest = min((gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability), default=None)
+    on_gpu = machine.backend == "cuda" and not job.resolved.get("use_cpu")
+    if on_gpu and computes.value == "bf16" and weakest is not None and weakest < AMPERE:
+        who = "your job has `bf16: true`" if written else "bf16 is asked for"
+        notes.append(
+            f"{who}, and compute capability {weakest[0]}.{weakest[1]} emulates bf16, which is slow; "
+            "`fp16: true` is native there; not changed, since you asked for it"
+        )
+    return notes
+
+
+def what_if_line(file: Path | None) -> str:
+    """The first line of a plan for a machine that is not here."""
+    return f"what-if: the machine of `{file}` is not here; nothing was tried, and attention is as it is expected there"
+
+
 def kernels_line(machine: Machine) -> str:
     """Which attention backends can be used, and why the others cannot."""
     usable = [f"{one.name} ({one.packing})" for one in machine.attention if one.usable]
     reasons: dict[str, list[str]] = {}
     for one in machine.attention:
         if not one.usable:
-            reasons.setdefault(one.reason, []).append(one.name.removeprefix("kernels-community/"))
+            reasons.setdefault(one.reason.removeprefix("expected: "), []).append(
+                one.name.removeprefix("kernels-community/")
+            )
     out = "; ".join(_out(names, reason) for reason, names in reasons.items())
-    return "  ".join(usable) + (f"   not {out}" if out else "")
+    expected = "expected: " if machine.what_if else ""
+    return expected + "  ".join(usable) + (f"   not {out}" if out else "")
 
 
 def _out(names: list[str], reason: str) -> str:
@@ -125,17 +157,19 @@ def plan_line(space: Space, estimate_seconds: float, budget_seconds: float) -> s
     )
 
 
-def lengths_json(data: Data, report: Callable[..., dict[str, Any]], job: Job) -> dict[str, Any]:
+def lengths_json(data: Data, report: Callable[..., LengthsReport], job: Job) -> dict[str, Any]:
     """`lengths.json` of the run folder."""
     resolved = job.resolved
-    return report(
-        data.lengths,
-        max_length=data.max_length,
-        micro_batch=resolved["per_device_train_batch_size"],
-        accumulation=resolved["gradient_accumulation_steps"],
-        truncation_mode=resolved["truncation_mode"],
-        num_proc=resolved.get("dataset_num_proc"),
-        shuffled=bool(resolved.get("shuffle_dataset")),
+    return to_builtins(
+        report(
+            data.lengths,
+            max_length=data.max_length,
+            micro_batch=resolved["per_device_train_batch_size"],
+            accumulation=resolved["gradient_accumulation_steps"],
+            truncation_mode=resolved["truncation_mode"],
+            num_proc=resolved.get("dataset_num_proc"),
+            shuffled=bool(resolved.get("shuffle_dataset")),
+        )
     )
 
 
