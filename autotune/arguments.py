@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
+    from autotune.probe.overrides import Overrides
     from autotune.session import Options
 
 GRADES_TO_ALLOW = ("rounded", "changed", "fewer-gpus")
@@ -20,23 +21,42 @@ Find the fastest way to run a TRL training on this machine, and write it back as
   trl-autotune sft --demo --auto                see it work on a small model made on the spot
   trl-autotune launch RUN [TRL options]         train with what a run found
   trl-autotune report RUN [--python]            what a run tried, what won and why; or the winner in Python
+  trl-autotune doctor [--json]                  what is here, what works, and what keeps it from its best
 
 METHOD and its options are exactly `trl`'s: put `-autotune` after `trl`."""
 
+DOCTOR = """\
+Say what is here: GPUs, driver, precision, attention backends as they were tried, versions, and what is wrong with them.
+
+  trl-autotune doctor                           one screen
+  trl-autotune doctor --json > machine.json     for `trl-autotune METHOD ... --machine machine.json --dry-run`
+
+Both leave out user and host names, the home folder and tokens, so they can be shown to others."""
+
+GPUS: dict[str, Any] = {
+    "metavar": "LIST",
+    "default": None,
+    "help": "which GPUs may be used, as CUDA_VISIBLE_DEVICES takes them",
+}
+
+MOST_CORES = 4096
 LEAST_MEMORY_BYTES = 10**8  # importing TRL alone takes three times that
 
 
 class Parser(argparse.ArgumentParser):
     """argparse with this project's way of saying what is wrong."""
 
+    command = "trl-autotune"
+
     def error(self, message: str) -> NoReturn:
-        raise AutotuneError(message, hint="`trl-autotune --help` lists the options")
+        raise AutotuneError(message, hint=f"`{self.command} --help` lists the options")
 
 
 def parser() -> Parser:
     made = Parser(
         prog="trl-autotune",
-        usage="trl-autotune METHOD [TRL options] --auto [options]\n       trl-autotune launch | report RUN",
+        usage="trl-autotune METHOD [TRL options] --auto [options]\n       trl-autotune launch | report RUN\n"
+        "       trl-autotune doctor [--json]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -57,11 +77,38 @@ def parser() -> Parser:
         default="",
         help="also offer choices that change the result: rounded (lower precision), changed (what is learnt)",
     )
-    add("--gpus", metavar="LIST", default=None, help="which GPUs may be used, as CUDA_VISIBLE_DEVICES takes them")
+    add("--gpus", **GPUS)
     add("--memory-limit", metavar="SIZE", default=None, help="the most memory one trial may hold on a CPU, as 8GB")
     add("--cold", action="store_true", help="start every trial as a fresh process instead of forking it")
     add("--demo", action="store_true", help="tune a small model on made-up conversations; needs no network")
+    _add_machine_options(made)
     return made
+
+
+def doctor_parser() -> Parser:
+    made = Parser(
+        prog="trl-autotune doctor",
+        usage="trl-autotune doctor [options]",
+        description=DOCTOR,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.command = "trl-autotune doctor"
+    made.add_argument("--json", action="store_true", help="the machine as one JSON object, which `--machine` takes")
+    made.add_argument("--model", metavar="NAME", default=None, help="try attention with this model's heads")
+    made.add_argument("--gpus", **GPUS)
+    made.add_argument("--cold", action="store_true", help="try attention in fresh processes instead of forked ones")
+    _add_machine_options(made)
+    return made
+
+
+def _add_machine_options(made: Parser) -> None:
+    add = made.add_argument_group("the machine, where the probe is wrong or another is meant").add_argument
+    add("--gpu-memory", metavar="SIZE", default=None, help="the most memory that each GPU counts as having, as 40GB")
+    add("--precision", metavar="NAME", default=None, help="bf16, fp16 or float32, where the job does not say")
+    add("--ram", metavar="SIZE", default=None, help="the machine's memory, as 64GB")
+    add("--cores", metavar="N", default=None, help="the CPU's cores")
+    add("--machine", metavar="FILE", type=Path, default=None, help="another machine, as `doctor --json` tells it there")
 
 
 def parse(given: list[str]) -> argparse.Namespace:
@@ -88,6 +135,18 @@ def options_of(namespace: argparse.Namespace) -> Options:
             from autotune.errors import NotYetError
 
             raise NotYetError("`--allow fewer-gpus` is not built yet", hint="jobs are tuned on one GPU for now")
+    if namespace.machine is not None and not namespace.dry_run:
+        raise AutotuneError(
+            "`--machine` is about a machine that is not here, where nothing can be tried",
+            hint="add `--dry-run` to see what would be tried there",
+        )
+    overrides = _overrides(namespace)
+    if namespace.resume is not None and (overrides.options or namespace.machine):
+        option = (*overrides.options, "--machine")[0]
+        raise AutotuneError(
+            f"`{option}` comes too late: a run that is resumed goes on with the machine as it was seen then",
+            hint="leave it out, or start a new run",
+        )
     return Options(
         method=namespace.method or "sft",
         arguments=tuple(namespace.arguments),
@@ -101,6 +160,34 @@ def options_of(namespace: argparse.Namespace) -> Options:
         memory_limit_bytes=None if namespace.memory_limit is None else _bytes(namespace.memory_limit),
         cold=namespace.cold,
         demo=namespace.demo,
+        machine=namespace.machine,
+        overrides=overrides,
+    )
+
+
+def doctor_options(namespace: argparse.Namespace) -> Options:
+    from autotune.session import Options
+
+    return Options(
+        method="",
+        arguments=(),
+        folder=Path.cwd(),
+        gpus=namespace.gpus,
+        cold=namespace.cold,
+        machine=namespace.machine,
+        overrides=_overrides(namespace),
+    )
+
+
+def _overrides(namespace: argparse.Namespace) -> Overrides:
+    from autotune.probe.overrides import Overrides
+
+    memory, ram, cores = namespace.gpu_memory, namespace.ram, namespace.cores
+    return Overrides(
+        gpu_memory_bytes=None if memory is None else _bytes(memory, option="--gpu-memory"),
+        precision=namespace.precision,
+        ram_bytes=None if ram is None else _bytes(ram, option="--ram"),
+        cores=None if cores is None else _cores(cores),
     )
 
 
@@ -123,7 +210,15 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _bytes(text: str) -> int:
+def _cores(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_CORES:
+        raise AutotuneError(
+            f"`--cores {text}` is no number of cores", hint=f"give a whole number from 1 to {MOST_CORES}"
+        )
+    return int(text)
+
+
+def _bytes(text: str, *, option: str = "--memory-limit") -> int:
     """`8GB`, `512MB`, with or without the B; powers of ten."""
     units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
     bare = text.upper().removesuffix("B")
@@ -133,7 +228,5 @@ def _bytes(text: str) -> int:
     except (ValueError, OverflowError):
         value = 0
     if value < LEAST_MEMORY_BYTES:
-        raise AutotuneError(
-            f"`--memory-limit {text}` is not a size", hint="write it as 8GB or 500MB, and as 100MB at least"
-        )
+        raise AutotuneError(f"`{option} {text}` is not a size", hint="write it as 8GB or 500MB, and as 100MB at least")
     return value

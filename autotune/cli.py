@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune import __version__
-from autotune.arguments import options_of, parse, parser, run_argument
+from autotune.arguments import doctor_options, doctor_parser, options_of, parse, parser, run_argument
 from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ CANNOT_WRITE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # no room
     *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR),  # no such place, or not ours
 )
-LATER_COMMANDS = ("watch", "doctor", "lengths", "profile")
+LATER_COMMANDS = ("watch", "lengths", "profile")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +72,8 @@ def _run(given: list[str], started: float) -> int:
         from autotune.errors import NotYetError
 
         raise NotYetError(f"`trl-autotune {command}` is not built yet", hint="`trl-autotune --help` lists what is")
+    if command == "doctor":
+        return _doctor(given[1:])
     if command == "launch":
         return _launch(given[1:])
     if command == "report":
@@ -113,7 +115,7 @@ def _auto(namespace: argparse.Namespace, started: float) -> int:
                 progress=narrator.progress if narrator is not None else None,
             )
             if namespace.dry_run:
-                return _dry_run(plan, as_json=namespace.json)
+                return _dry_run(plan, namespace)
             run = options.run_folder or folder.default_name(plan.prepared.job)
             last = engine.tune(plan, run, children, started=started, emit=listener)
     finally:
@@ -162,16 +164,18 @@ def _listener(namespace: argparse.Namespace) -> tuple[Callable[[AnyEvent], None]
     return narrator, narrator
 
 
-def _dry_run(plan: Plan, *, as_json: bool) -> int:
+def _dry_run(plan: Plan, namespace: argparse.Namespace) -> int:
     from autotune import engine
 
-    if as_json:
+    if namespace.json:
         import json
 
         print(json.dumps(engine.dry_run(plan), indent=1))
         return 0
-    from autotune.deliver.wording import space_lines
+    from autotune.deliver.wording import space_lines, what_if_line
 
+    if plan.prepared.machine.what_if:
+        print(what_if_line(namespace.machine))
     print("\n".join(space_lines(plan.space)))
     return 0
 
@@ -217,6 +221,25 @@ def _report(arguments: list[str]) -> int:
         parts = text.split("```python\n")
         text = parts[1].partition("```")[0] if len(parts) > 1 else "# nothing to change: yours is kept\n"
     print(text, end="")
+    return 0
+
+
+def _doctor(arguments: list[str]) -> int:
+    if "--help" in arguments or "-h" in arguments:
+        doctor_parser().print_help()
+        return 0
+    namespace = doctor_parser().parse_args(arguments)
+    from autotune import session
+    from autotune.deliver import doctor, redaction
+    from autotune.probe.machine import to_json
+
+    options = doctor_options(namespace)
+    with session.ended_by_signals(), doctor.progress(sys.stderr):
+        machine = redaction.redacted(session.examine(options, model=namespace.model), os.environ)
+    if namespace.json:
+        print(to_json(machine).decode())
+    else:
+        doctor.show(machine, sys.stdout)
     return 0
 
 

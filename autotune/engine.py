@@ -15,16 +15,18 @@ from autotune.deliver import closing, files, wording
 from autotune.errors import AutotuneError, NoTrialFinishedError
 from autotune.events import AnyEvent, EventWriter, Note, RunFinished, RunStarted
 from autotune.folder import Prepared
-from autotune.job import read_job
+from autotune.job import Job, read_job
+from autotune.job_limits import check_half_weights
 from autotune.plan import cost
 from autotune.plan.axes import build_space
 from autotune.plan.data import Data
 from autotune.plan.lengths_report import lengths_report
 from autotune.plan.space import OFFERED, Grade, Space
 from autotune.probe.attention import probe_attention
+from autotune.probe.builds import expected_attention
 from autotune.probe.lengths import measure_lengths
-from autotune.probe.machine import Machine, describe
-from autotune.probe.model import probe_model
+from autotune.probe.machine import AttentionBackend, Machine, as_torch_sees, describe
+from autotune.probe.model import ModelShape, probe_model
 from autotune.search.found import Found
 from autotune.search.setting import Setting
 from autotune.search.tuner import Tuner
@@ -55,9 +57,10 @@ def prepare(
         options.arguments,
         folder=options.folder,
         children=children,
-        accelerator=machine.backend == "cuda",
-        cpu_bf16=machine.cpu.bf16,
-        fp16_reason=machine.precision.reason if machine.precision.value == "fp16" else None,
+        accelerator=machine.backend != "cpu",
+        cpu_bf16=machine.cpu.bf16 or _asked_precision(machine) == "bf16",
+        precision=_precision_to_add(machine),
+        elsewhere=as_torch_sees(machine) if machine.what_if else None,
     )
     _note(emit, "job", wording.job_line(job))
     for name, value in job.additions.items():
@@ -70,6 +73,8 @@ def prepare(
         )
     precision = wording.precision(job, machine)
     _note(emit, "machine", f"{describe(machine)}   {precision.value}: {precision.reason}")
+    for text in wording.precision_notes(job, machine):
+        _note(emit, "machine", text)
     if len(machine.gpus) > 1:
         _note(emit, "machine", f"{len(machine.gpus)} GPUs are here and one is used: several are not tuned yet")
     for problem in machine.problems:
@@ -82,21 +87,9 @@ def prepare(
         children=children,
         folder=options.folder,
     )
-    attention = probe_attention(
-        machine,
-        job_attention=wording.job_attention(job),
-        model={
-            "num_attention_heads": model.attention_heads,
-            "num_key_value_heads": model.key_value_heads,
-            "head_dim": model.head_dim,
-            "model": resolved["model_name_or_path"],
-            "revision": resolved.get("model_revision"),
-            "trust_remote_code": bool(resolved.get("trust_remote_code")),
-        },
-        folder=options.folder,
-        children=children,
-    )
-    machine = msgspec.structs.replace(machine, attention=attention)
+    if machine.backend != "cpu":
+        check_half_weights(resolved, checkpoint_dtype=model.dtype)
+    machine = msgspec.structs.replace(machine, attention=_attention(job, machine, model, options.folder, children))
     _note(emit, "kernels", wording.kernels_line(machine))
     lengths = measure_lengths(
         resolved,
@@ -129,6 +122,39 @@ def prepare(
     return Plan(prepared=prepared, data=data, space=space)
 
 
+def _asked_precision(machine: Machine) -> str | None:
+    return machine.precision.value if "precision" in machine.overridden else None
+
+
+def _precision_to_add(machine: Machine) -> tuple[str, str] | None:
+    """What a job that does not say is given: what the user asked for, or fp16 where TRL's bf16 would be emulated."""
+    if _asked_precision(machine) is None and (machine.backend == "cpu" or machine.precision.value != "fp16"):
+        return None
+    return machine.precision.value, machine.precision.reason
+
+
+def _attention(
+    job: Job, machine: Machine, model: ModelShape, folder: Path, children: Children
+) -> tuple[AttentionBackend, ...]:
+    asked = wording.job_attention(job)
+    if machine.what_if:
+        return expected_attention(machine, job_attention=asked)
+    return probe_attention(
+        machine,
+        job_attention=asked,
+        model={
+            "num_attention_heads": model.attention_heads,
+            "num_key_value_heads": model.key_value_heads,
+            "head_dim": model.head_dim,
+            "model": job.resolved["model_name_or_path"],
+            "revision": job.resolved.get("model_revision"),
+            "trust_remote_code": bool(job.resolved.get("trust_remote_code")),
+        },
+        folder=folder,
+        children=children,
+    )
+
+
 def resume(options: Options) -> Plan:
     """The plan of an earlier run, with its budget anew, or this command's."""
     assert options.resume is not None
@@ -148,6 +174,7 @@ def dry_run(plan: Plan) -> dict[str, Any]:
     prepared, space = plan.prepared, plan.space
     return {
         "schema": 1,
+        **({"what_if": True} if prepared.machine.what_if else {}),
         "method": prepared.job.method,
         "precision": msgspec.to_builtins(wording.precision(prepared.job, prepared.machine)),
         "candidates": space.size,

@@ -94,13 +94,16 @@ def read_job(
     children: Children,
     accelerator: bool,
     cpu_bf16: bool,
-    fp16_reason: str | None = None,
+    precision: tuple[str, str] | None = None,
+    elsewhere: dict[str, bool] | None = None,
 ) -> Job:
     """Read what follows `trl METHOD` on a command line, with TRL's own parser, in a child.
 
     `accelerator` says whether there is a GPU that TRL can use, `cpu_bf16` whether the CPU has bf16 arithmetic,
-    `fp16_reason` why a GPU should compute in fp16 where the job does not say. Takes about 0.1 s in a forked child, 6 s
-    in a fresh one. Raises AutotuneError for whatever TRL would refuse, and for what it would silently ignore;
+    `precision` what to compute in where the job does not say, with the reason; None leaves it to TRL's default.
+    `elsewhere` is what torch would answer on a machine that is not here (`as_torch_sees`); None for this machine.
+    Takes about 0.1 s in a forked child, 6 s in a fresh one. Raises AutotuneError for whatever TRL would refuse, and for
+    what it would silently ignore;
     NotYetError for jobs that this version cannot tune.
     """
     known_method = check_method(method)
@@ -120,7 +123,8 @@ def read_job(
         "default_config_file": default_config_file(own_environment),
         "accelerator": accelerator,
         "cpu_bf16": cpu_bf16,
-        "fp16_reason": fp16_reason,
+        "precision": precision,
+        "elsewhere": elsewhere,
     }
     parsed = children.call(
         "autotune.job_parser:parse", request, deadline_seconds=PARSE_DEADLINE_SECONDS, working_folder=folder

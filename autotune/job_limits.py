@@ -70,3 +70,21 @@ def check_packing(resolved: dict[str, Any]) -> None:
             f"`padding_free: true` with `max_length: {resolved['max_length']}`, which TRL refuses without `packing`",
             hint="write `max_length: null`, or `packing: true`",
         )
+
+
+def check_half_weights(resolved: dict[str, Any], *, checkpoint_dtype: str | None) -> None:
+    """Say at once what the first optimizer step on a GPU says: fp16 autocast scales the loss, and its scaler takes no
+    gradients in fp16 (torch 2.13, `amp/grad_scaler.py`, `unscale_`). PEFT keeps its adapters in float32."""
+    if not resolved.get("fp16") or resolved.get("use_cpu") or resolved.get("use_peft"):
+        return
+    inside = resolved.get("model_init_kwargs") or {}
+    asked = inside.get("dtype", resolved.get("dtype"))
+    shown = f"model_init_kwargs: {{dtype: {asked}}}" if "dtype" in inside else f"dtype: {asked}"
+    held = checkpoint_dtype if asked == "auto" else asked
+    if held == "float16":
+        of_model = ", which is float16 for this model" if asked == "auto" else ""
+        raise AutotuneError(
+            f"`fp16: true` with `{shown}`{of_model}, which fails in the first step on a GPU: "
+            '"Attempting to unscale FP16 gradients"',
+            hint="leave `dtype` at float32, TRL's default: the arithmetic is fp16 all the same",
+        )

@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import AutotuneError
+from autotune.job_elsewhere import pretend
 from autotune.job_limits import check_model_and_data, check_packing, refuse_not_yet
 from autotune.job_refusals import Refusals, refuse_strays
 from autotune.job_values import SCRIPT, fits, is_jsonable, jsonable, shown, takes, type_hints, without_secrets
+
+# TRL's default is bf16, which torch accepts below Ampere too and emulates (transformers 5.22,
+# `is_torch_bf16_gpu_available`)
+PRECISION_OPTIONS: dict[str | None, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "float32": {"bf16": False},
+}
 
 
 def parse(request: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -46,6 +55,8 @@ class _Parse:
 
     def answer(self) -> dict[str, Any]:
         _set_environment(self.request["environment"])
+        if self.request["elsewhere"] is not None:
+            pretend(self.request["elsewhere"])
         file_options, launcher_names = self.check_file()
         command_line, flags, remaining_names = self.read_command_line()
         launcher_names |= remaining_names
@@ -186,13 +197,14 @@ class _Parse:
     # --- TRL's own parse -------------------------------------------------------------------------------------------
 
     def needed_here(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """The smallest change that a job needs to start without a GPU, or not to be emulated on an old one."""
+        """The smallest change that a job needs to start without a GPU, not to be emulated on an old one, or to compute
+        in what was asked for beside it."""
+        says_nothing = "bf16" not in given and "fp16" not in given
+        chosen, why = self.request["precision"] or (None, "")
+        precision = PRECISION_OPTIONS.get(chosen, {}) if says_nothing else {}
+        reasons = dict.fromkeys(precision, why)
         if self.request["accelerator"]:
-            if self.request["fp16_reason"] is None or "bf16" in given or "fp16" in given:
-                return {}, {}
-            # TRL's default is bf16, which torch accepts below Ampere too and emulates (transformers 5.22,
-            # `is_torch_bf16_gpu_available`)
-            return {"fp16": True}, {"fp16": self.request["fp16_reason"]}
+            return precision, reasons
         cpu_bf16 = self.request["cpu_bf16"]
         if not cpu_bf16 and given.get("bf16") in (True, "true", "True"):
             raise AutotuneError(
@@ -200,10 +212,10 @@ class _Parse:
                 hint="write `bf16: false`, or tune on the machine that will train",
             )
         if "use_cpu" in given:
-            return {}, {}
-        additions: dict[str, Any] = {"use_cpu": True}
-        reasons = {"use_cpu": "no GPU here: TRL refuses to start without it"}
-        if not cpu_bf16 and "bf16" not in given and "fp16" not in given:
+            return precision, reasons
+        additions: dict[str, Any] = {"use_cpu": True, **precision}
+        reasons = {"use_cpu": "no GPU here: TRL refuses to start without it", **reasons}
+        if not cpu_bf16 and says_nothing and not precision:
             additions["bf16"] = False
             reasons["bf16"] = "this CPU has no bf16 arithmetic; float32"
         return additions, reasons

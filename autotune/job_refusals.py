@@ -14,8 +14,8 @@ from autotune.job_values import SCRIPT, takes
 
 # What `trl-autotune` itself takes on the command line, for the hint to a name that is nearly one of these
 TUNER_OPTIONS = (
-    "allow", "auto", "budget", "cold", "demo", "dry-run", "gpus", "json", "launch", "memory-limit", "resume",
-    "run-folder", "trials",
+    "allow", "auto", "budget", "cold", "cores", "demo", "dry-run", "gpu-memory", "gpus", "json", "launch", "machine",
+    "memory-limit", "precision", "ram", "resume", "run-folder", "trials",
 )  # fmt: skip
 
 

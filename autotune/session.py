@@ -19,7 +19,10 @@ from autotune.children import Children
 from autotune.errors import AutotuneError
 from autotune.job import Job, check_method, import_environment
 from autotune.plan.space import Grade
-from autotune.probe.machine import Machine, probe_machine
+from autotune.probe.attention import probe_attention
+from autotune.probe.builds import expected_attention
+from autotune.probe.machine import Machine, probe_machine, read_machine
+from autotune.probe.overrides import Overrides, overridden
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,23 +40,67 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None = None
     cold: bool = False
     demo: bool = False
+    machine: Path | None = None  # plan for the machine of this file
+    overrides: Overrides = Overrides()
 
 
-@contextlib.contextmanager
-def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]]:
-    """Start the server in the job's launch environment; its log goes with it."""
-    check_method(options.method)
+def machine_for(options: Options) -> Machine:
+    """The machine here, or that of `--machine`, with what the user said instead of the probe. Raises AutotuneError."""
+    if options.machine is not None:
+        machine = read_machine(options.machine)
+        if options.gpus is not None:
+            raise AutotuneError(
+                "`--gpus` chooses among the GPUs that are here, and `--machine` is about others",
+                hint=f"leave the others out of `{options.machine}`",
+            )
+        return overridden(machine, options.overrides)
     machine = probe_machine(_with_gpus(os.environ, options.gpus))
     if options.gpus is not None and machine.backend != "cuda":
         raise AutotuneError(
             f"`--gpus {options.gpus}` names no GPU that can be used here",
             hint="; ".join(problem.what for problem in machine.problems) or "leave it out to tune on the CPU",
         )
+    return overridden(machine, options.overrides)
+
+
+def examine(options: Options, *, model: str | None) -> Machine:
+    """The machine with its attention backends, tried with the heads of `model`; for `--machine` as they should be.
+
+    Takes 6 s and on a GPU a minute. Raises AutotuneError when the model cannot be read.
+    """
+    machine = machine_for(options)
+    if machine.what_if:
+        return msgspec.structs.replace(machine, attention=expected_attention(machine))
+    logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
+    environment = _with_gpus(os.environ, options.gpus)
+    if machine.backend == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid
+    try:
+        with Children(environment, log=logs / "server.log", cold=options.cold) as children:
+            attention = probe_attention(
+                machine,
+                job_attention=None,
+                model=None if model is None else {"model": model},
+                folder=options.folder,
+                children=children,
+            )
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+    return msgspec.structs.replace(machine, attention=attention)
+
+
+@contextlib.contextmanager
+def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]]:
+    """Start the server in the job's launch environment; its log goes with it."""
+    check_method(options.method)
+    machine = machine_for(options)
     arguments = list(options.arguments)
     if options.demo and "--config" in arguments:
         raise AutotuneError("`--demo` brings a config of its own", hint="leave out `--demo` or `--config`")
-    environment = _with_gpus(import_environment(arguments, options.folder), options.gpus)
-    if machine.backend == "cuda":
+    environment = _with_gpus(import_environment(arguments, options.folder), None if machine.what_if else options.gpus)
+    if machine.what_if:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # what is here must not answer for what is not
+    elif machine.backend == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid  # one card for now; the fork server inherits it
     logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
     try:

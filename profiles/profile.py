@@ -15,6 +15,7 @@ class ValidFor(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str | None]
     model: dict[str, Any]
     lengths: dict[str, Any]
+    overridden: tuple[str, ...] = ()  # facts about the machine that its user gave instead of the probe
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,5 +44,8 @@ def to_yaml(profile: Profile) -> str:
     """The profile as YAML, with a line on top that says what it is."""
     import yaml
 
-    text = yaml.safe_dump(msgspec.to_builtins(profile), sort_keys=False, width=120, allow_unicode=True)
+    document = msgspec.to_builtins(profile)
+    if not profile.valid_for.overridden:
+        del document["valid_for"]["overridden"]
+    text = yaml.safe_dump(document, sort_keys=False, width=120, allow_unicode=True)
     return f"# A tuned profile of trl-autotune: TRL options, what they were measured on, and the evidence\n{text}"

@@ -194,7 +194,7 @@ def test_a_gpu_older_than_ampere_computes_in_fp16_unless_the_job_says_otherwise(
             children=children,
             accelerator=True,
             cpu_bf16=True,
-            fp16_reason=reason,
+            precision=("fp16", reason),
         )
         assert job.additions == added
         assert job.addition_reasons == dict.fromkeys(added, reason)

@@ -116,6 +116,7 @@ def profile_of(setting: Setting, found: Found, options: dict[str, Any]) -> Profi
                 "vocabulary": model.vocabulary,
             },
             lengths={"percentiles": percentiles(setting.data.lengths), "max_length": setting.data.max_length},
+            overridden=machine.overridden,
         ),
         evidence=Evidence(
             rate_unit="useful tokens/s",

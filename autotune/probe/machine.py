@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -25,18 +25,24 @@ __all__ = [
     "Gpu",
     "LayerKernels",
     "Machine",
+    "Precision",
     "Problem",
+    "as_torch_sees",
     "describe",
     "machine_from_json",
     "probe_machine",
+    "read_machine",
     "to_json",
 ]
 
 Backend = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
+Precision = Literal["bf16", "fp16", "float32"]
 
 AMPERE = (8, 0)  # the first compute capability with bf16 arithmetic; older ones emulate it
-PRECISIONS = ("bf16", "fp16", "float32")
 GIB = 2**30
+
+# What can be overridden, in words
+SAID_NAMES = {"gpu_memory": "GPU memory", "ram": "RAM", "cores": "cores"}
 
 
 class AttentionBackend(msgspec.Struct, frozen=True):
@@ -189,14 +195,57 @@ def machine_from_json(content: bytes) -> Machine:
         raise AutotuneError(
             f"the machine file is not JSON: {error}", hint="make one with `trl-autotune doctor --json`"
         ) from None
-    if machine.precision.value not in PRECISIONS:
-        expected = f"expected one of {', '.join(f'`{one}`' for one in PRECISIONS)}, got `{machine.precision.value}`"
+    if machine.precision.value not in get_args(Precision):
+        expected = (
+            f"expected one of {', '.join(f'`{one}`' for one in get_args(Precision))}, got `{machine.precision.value}`"
+        )
         raise _wrong_field(" in `precision.value`", expected)
     if machine.backend == "cuda" and not machine.gpus:
         raise _wrong_field(" in `gpus`", "expected at least one GPU with the backend `cuda`, got none")
     if machine.free_ram_bytes == 0:
         machine = msgspec.structs.replace(machine, free_ram_bytes=machine.ram_bytes)
     return machine
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine of a file, for a what-if: it is taken not to be here.
+
+    Its precision is what its GPUs and its CPU give, unless the file says that somebody chose another
+    (`overridden`). Raises AutotuneError for a file that is not there, cannot be read, or is wrong.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise AutotuneError(
+            f"cannot read the machine file `{path}`: {error.strerror}",
+            hint="give the path of a file; `trl-autotune doctor --json > machine.json` makes one on the machine meant",
+        ) from None
+    machine = machine_from_json(content)
+    precision, problems = machine.precision, machine.problems
+    if "precision" not in machine.overridden:
+        precision = choose_precision(machine.backend, machine.gpus, machine.cpu)
+        if precision.value != machine.precision.value:
+            differs = Problem(
+                what=f"the machine file says {machine.precision.value}, and what it tells of that machine gives "
+                f"{precision.value}: {precision.reason}",
+                hint="the latter is taken; `--precision` chooses another",
+            )
+            problems = (*problems, differs)
+    return msgspec.structs.replace(machine, what_if=True, precision=precision, problems=problems)
+
+
+def as_torch_sees(machine: Machine) -> dict[str, bool]:
+    """What torch would answer on that machine, where it decides what transformers accepts.
+
+    bf16 counts as supported where it is emulated, too (torch 2.13, `torch.cuda.is_bf16_supported`); TF32 is asked of
+    the first GPU (transformers 5.22.2, `utils/import_utils.py`, `is_torch_tf32_available`).
+    """
+    first = machine.gpus[0].compute_capability if machine.gpus else None
+    return {
+        "cuda": machine.backend in ("cuda", "rocm"),  # AMD's GPUs answer to CUDA's name
+        "bf16": machine.backend != "cpu",
+        "tf32": machine.backend == "cuda" and first is not None and first >= AMPERE,
+    }
 
 
 def _wrong_field(place: str, expected: str) -> AutotuneError:
@@ -209,8 +258,15 @@ def _wrong_field(place: str, expected: str) -> AutotuneError:
 def describe(machine: Machine) -> str:
     """One line for people: `2x NVIDIA A100-SXM4-80GB, 79.1 GiB free` or `2-core AMD EPYC, 21.4 GiB free`.
 
-    With several GPUs the free memory is that of the fullest, which is what bounds a trial.
+    With several GPUs the free memory is that of the fullest, which is what bounds a trial. What the user said instead
+    of the probe is marked, save the precision, whose reason says it.
     """
+    said = [SAID_NAMES.get(name, name) for name in machine.overridden if name != "precision"]
+    mark = f" ({', '.join(said)}: you said so)" if said else ""
+    return ("what-if: " if machine.what_if else "") + _described(machine) + mark
+
+
+def _described(machine: Machine) -> str:
     if machine.backend != "cuda":
         free = f"{machine.free_ram_bytes / GIB:.1f} GiB free"
         accelerator = "" if machine.backend == "cpu" else f"{machine.backend} on "

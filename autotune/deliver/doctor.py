@@ -1,0 +1,188 @@
+"""`trl-autotune doctor`: what is here, on one screen for a person."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from autotune.probe.builds import kernels_pair_refuses
+from autotune.probe.gpus import Gpu
+from autotune.probe.machine import GIB, AttentionBackend, Machine
+
+if TYPE_CHECKING:
+    from autotune.probe.gpus import GpuProcess
+
+LABEL_WIDTH = 11
+MOST_COLUMNS = 110  # longer lines are hard to read
+Row = tuple[str, str]
+
+
+@contextlib.contextmanager
+def progress(stream: TextIO) -> Iterator[None]:
+    """On a terminal, what is going on and for how long; nothing where the stream is a file or a pipe."""
+    from rich.console import Console  # 60 ms
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    columns = TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        bar.add_task("trying attention backends: seconds on a CPU, about a minute on a GPU", total=None)
+        yield
+
+
+def show(machine: Machine, stream: TextIO, *, width: int | None = None) -> None:
+    """Write the screen; colour and width as the terminal has them, `NO_COLOR` and dumb ones included."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
+    table = Table.grid(padding=0)
+    table.width = min(console.width, MOST_COLUMNS)
+    table.add_column(width=LABEL_WIDTH, no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for label, text in rows(machine):
+        table.add_row(label, text)
+    with console.capture() as drawn:
+        console.print(table)
+    for line in drawn.get().splitlines():
+        stream.write(line.rstrip() + "\n")  # rich fills a table's lines with spaces
+
+
+def rows(machine: Machine) -> list[Row]:
+    """The screen as pairs of label and text; a text may be longer than a line."""
+    return [
+        *([("what-if", "read from a file; nothing was tried here")] if machine.what_if else []),
+        ("machine", _machine(machine)),
+        *_gpus(machine),
+        *([("driver", _driver(machine))] if machine.gpus or machine.driver else []),
+        ("precision", f"{machine.precision.value}: {machine.precision.reason}"),
+        *_attention(machine.attention),
+        *_layer_kernels(machine),
+        *_versions(machine),
+        *_problems(machine),
+    ]
+
+
+def _machine(machine: Machine) -> str:
+    cores, ram = _said(machine, "cores"), _said(machine, "ram")
+    memory = f"{machine.free_ram_bytes / GIB:.1f} of {machine.ram_bytes / GIB:.1f} GiB free{ram}"
+    return f"{machine.cpu.cores}-core {machine.cpu.name}{cores}, {memory}"
+
+
+def _said(machine: Machine, name: str) -> str:
+    return " (you said so)" if name in machine.overridden else ""
+
+
+def _gpus(machine: Machine) -> list[Row]:
+    if not machine.gpus:
+        none = "none that torch can use" if machine.backend == "cpu" else f"{machine.backend}, not looked at closer"
+        return [("GPU", none)]
+    return [(f"GPU {gpu.index}", "; ".join(_gpu(gpu, _said(machine, "gpu_memory")))) for gpu in machine.gpus]
+
+
+def _gpu(gpu: Gpu, said: str) -> Iterator[str]:
+    name = gpu.name if gpu.mig is None or gpu.mig in gpu.name else f"{gpu.name}, MIG slice {gpu.mig}"
+    yield f"{name}, {gpu.free_bytes / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB free{said}"
+    capability = gpu.compute_capability
+    yield f"compute capability {capability[0]}.{capability[1]}" if capability else "compute capability not told"
+    if gpu.linked_to:
+        yield f"NVLink to {_ranges(gpu.linked_to)}"
+    if gpu.busy_processes is None:
+        yield "who else is on it is not told"
+    elif gpu.busy_processes:
+        programs = ", ".join(_process(process) for process in gpu.processes)
+        yield f"busy: {_count(gpu.busy_processes, 'other process', 'es')}" + (f" ({programs})" if programs else "")
+    if gpu.throttling:
+        yield f"throttled: {', '.join(gpu.throttling)}"
+
+
+def _process(process: GpuProcess) -> str:
+    held = f" {process.memory_bytes / GIB:.1f} GiB" if process.memory_bytes is not None else ""
+    return f"{process.name or 'not told'}{held}"
+
+
+def _count(number: int, word: str, plural: str) -> str:
+    return f"{number} {word}{plural if number != 1 else ''}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`1-3, 5`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def _driver(machine: Machine) -> str:
+    cuda, torch_cuda = machine.cuda_driver, machine.versions.get("torch_cuda")
+    driver = machine.driver or "version not told"
+    if cuda is not None:
+        driver += f" runs CUDA up to {cuda[0]}.{cuda[1]}"
+    if torch_cuda is None:
+        return f"{driver}; torch is not built for CUDA" if machine.backend == "cpu" else driver
+    built = f"{driver}; torch is built for CUDA {torch_cuda}"
+    major = torch_cuda.partition(".")[0]
+    if cuda is None or not major.isdecimal():
+        return built
+    # a driver runs any CUDA of its own major version or an older one (CUDA's minor version compatibility)
+    return f"{built}, which {'it runs' if cuda[0] >= int(major) else 'it does not run'}"
+
+
+def _attention(backends: Sequence[AttentionBackend]) -> list[Row]:
+    usable = [("", f"+ {_usable(one)}") for one in backends if one.usable]
+    reasons: dict[str, list[str]] = {}
+    for one in backends:
+        if not one.usable:
+            reasons.setdefault(one.reason.removeprefix("expected: "), []).append(
+                one.name.removeprefix("kernels-community/")
+            )
+    out = [("", f"- {', '.join(names)}: {reason}") for reason, names in reasons.items()]
+    if not backends:
+        return [("attention", "not looked at")]
+    expected = "expected, not tried" if any(one.expected for one in backends) else "tried forward and backward"
+    return [("attention", f"{expected}; + usable, - not"), *usable, *out]
+
+
+def _usable(one: AttentionBackend) -> str:
+    facts = [f"packed documents: {one.packing}"]
+    if one.milliseconds is not None:
+        facts.append(f"{one.milliseconds:.3g} ms")
+    if one.error is not None:
+        facts.append(f"off by {one.error:.1g}")
+    if one.revision is not None:
+        facts.append(f"revision {one.revision[:12]}")
+    return f"{one.name} ({'; '.join(facts)})"
+
+
+def _layer_kernels(machine: Machine) -> list[Row]:
+    kernels = machine.layer_kernels
+    if kernels is None:
+        return []
+    names = f": {', '.join(kernels.names)}" if kernels.names else ""
+    return [("layers", f"layer kernels {'usable' if kernels.usable else 'not usable'}{names}; {kernels.reason}")]
+
+
+def _versions(machine: Machine) -> list[Row]:
+    versions = machine.versions
+    there = "  ".join(f"{name} {version}" for name, version in versions.items() if version and name != "torch_cuda")
+    missing = ", ".join(name for name, version in versions.items() if version is None and name != "torch_cuda")
+    refused = kernels_pair_refuses(versions)
+    pair = f"transformers {versions.get('transformers')} and kernels {versions.get('kernels')} fit together"
+    return [
+        ("versions", there or "not told"),
+        *([("", f"not installed: {missing}")] if missing else []),
+        ("", refused or pair),
+    ]
+
+
+def _problems(machine: Machine) -> list[Row]:
+    if not machine.problems:
+        return [("problems", "no problems found")]
+    found: list[Row] = []
+    for number, problem in enumerate(machine.problems):
+        found += [("problems" if number == 0 else "", f"* {problem.what}"), ("", f"  hint: {problem.hint}")]
+    return found
