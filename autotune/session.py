@@ -21,6 +21,7 @@ from autotune.job import Job, check_method, import_environment
 from autotune.plan.space import Grade
 from autotune.probe.attention import probe_attention
 from autotune.probe.builds import expected_attention
+from autotune.probe.gpus import choose_gpus
 from autotune.probe.machine import Machine, probe_machine, read_machine
 from autotune.probe.overrides import Overrides, overridden
 
@@ -131,10 +132,13 @@ def children_of(job: Job, machine: Machine, *, cold: bool) -> Iterator[Children]
 
 
 def _with_gpus(environment: Any, gpus: str | None) -> dict[str, str]:
-    """The environment as it would be with `--gpus`."""
+    """The environment as it would be with `--gpus`; `all` are those that it leaves already.
+
+    Raises AutotuneError where `gpus` names none that is here.
+    """
     chosen = dict(environment)
     if gpus is not None and gpus != "all":
-        chosen["CUDA_VISIBLE_DEVICES"] = gpus
+        chosen["CUDA_VISIBLE_DEVICES"] = choose_gpus(gpus)
     return chosen
 
 

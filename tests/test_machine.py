@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,7 @@ import psutil
 import pytest
 
 from autotune.errors import AutotuneError
-from autotune.probe import machine as machine_module
 from autotune.probe import versions as versions_module
-from autotune.probe.gpus import Gpu, NvmlReport, probe_gpus
 from autotune.probe.host import Cpu, probe_cpu, probe_memory
 from autotune.probe.machine import (
     Fact,
@@ -29,140 +25,9 @@ from autotune.probe.machine import (
     probe_machine,
     to_json,
 )
-from autotune.probe.versions import TorchBuild, kernels_bounds, kernels_problem
+from autotune.probe.versions import kernels_bounds, kernels_problem
 
 GIB = 2**30
-
-
-class NvmlError(Exception):
-    """Stands for `pynvml.NVMLError`."""
-
-
-class LibraryNotFoundError(NvmlError):
-    """Stands for `pynvml.NVMLError_LibraryNotFound`."""
-
-
-class FakeGpu(msgspec.Struct):
-    name: str
-    capability: tuple[int, int] = (8, 0)
-    total: int = 80 * GIB
-    used: int = 0
-    processes: int = 0
-    links: tuple[int, ...] = ()
-    slices: tuple[tuple[str, int], ...] | None = None  # profile and memory of each MIG slice
-    unsupported: tuple[str, ...] = ()
-    lost: bool = False
-
-
-class Handle(msgspec.Struct, frozen=True):
-    gpu: int
-    piece: int | None = None
-
-
-class FakeNvml(types.ModuleType):
-    """Answers as a driver with these GPUs would."""
-
-    NVMLError = NvmlError
-    NVMLError_LibraryNotFound = LibraryNotFoundError
-
-    def __init__(self, gpus: list[FakeGpu], *, init_error: Exception | None = None) -> None:
-        super().__init__("pynvml")
-        self._gpus = gpus
-        self._init_error = init_error
-
-    def _check(self, handle: Handle, call: str) -> FakeGpu:
-        gpu = self._gpus[handle.gpu]
-        if call in gpu.unsupported:
-            raise NvmlError("Not Supported")
-        return gpu
-
-    def nvmlInit(self) -> None:
-        if self._init_error is not None:
-            raise self._init_error
-
-    def nvmlShutdown(self) -> None: ...
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self._gpus)
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return "580.95.05"
-
-    def nvmlSystemGetCudaDriverVersion(self) -> int:
-        return 13000
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Handle:
-        if self._gpus[index].lost:
-            raise NvmlError("GPU is lost")
-        return Handle(index)
-
-    def nvmlDeviceGetUUID(self, handle: Handle) -> str:
-        return f"GPU-{handle.gpu}aaa" if handle.piece is None else f"MIG-{handle.gpu}{handle.piece}bbb"
-
-    def nvmlDeviceGetName(self, handle: Handle) -> str:
-        gpu = self._check(handle, "name")
-        if handle.piece is None:
-            return gpu.name
-        assert gpu.slices is not None
-        return f"{gpu.name} MIG {gpu.slices[handle.piece][0]}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: Handle) -> Any:
-        gpu = self._check(handle, "memory")
-        total = gpu.total
-        if handle.piece is not None:
-            assert gpu.slices is not None
-            total = gpu.slices[handle.piece][1]
-        return types.SimpleNamespace(total=total, free=total - gpu.used, used=gpu.used)
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Handle) -> tuple[int, int]:
-        return self._check(handle, "capability").capability
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: Handle) -> list[object]:
-        return [object()] * self._check(handle, "processes").processes
-
-    def nvmlDeviceGetMigMode(self, handle: Handle) -> tuple[int, int]:
-        mode = int(self._check(handle, "mig").slices is not None)
-        return mode, mode
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Handle) -> int:
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Handle, index: int) -> Handle:
-        slices = self._gpus[handle.gpu].slices
-        if slices is None or index >= len(slices):
-            raise NvmlError("Not Found")
-        return Handle(handle.gpu, index)
-
-    def nvmlDeviceGetP2PStatus(self, one: Handle, other: Handle, capability: int) -> int:
-        gpu = self._check(one, "p2p")
-        if capability == 2:
-            return 0 if other.gpu in gpu.links else 5
-        return 0
-
-
-A100 = FakeGpu("NVIDIA A100-SXM4-80GB")
-T4 = FakeGpu("Tesla T4", capability=(7, 5), total=15 * GIB)
-
-
-@pytest.fixture
-def with_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put these GPUs, and a torch built for CUDA, into this process's machine."""
-
-    def put(*gpus: FakeGpu, init_error: Exception | None = None, torch_cuda: str | None = "13.0") -> None:
-        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(list(gpus), init_error=init_error))
-        build = TorchBuild(cuda=torch_cuda)
-        monkeypatch.setattr(machine_module, "probe_torch_build", lambda: build)
-        monkeypatch.setattr(versions_module, "probe_torch_build", lambda: build)
-
-    return put
-
-
-def report(**environment: str) -> NvmlReport:
-    return probe_gpus(environment, ram_bytes=64 * GIB, free_ram_bytes=32 * GIB)
-
-
-def visible(setting: str) -> list[str]:
-    return [gpu.uuid for gpu in report(CUDA_VISIBLE_DEVICES=setting).gpus]
 
 
 # this machine
@@ -202,131 +67,6 @@ def test_the_machine_has_no_more_cores_or_memory_than_psutil_tells() -> None:
     machine = probe_machine({})
     assert 1 <= machine.cpu.cores <= len(os.sched_getaffinity(0))
     assert 0 < machine.free_ram_bytes <= machine.ram_bytes <= psutil.virtual_memory().total
-
-
-# GPUs
-
-
-def test_an_a100_trains_in_bf16_and_is_described(with_gpus: Any) -> None:
-    with_gpus(FakeGpu("NVIDIA A100-SXM4-80GB", used=GIB, processes=2))
-    machine = probe_machine({})
-    assert machine.backend == "cuda"
-    assert machine.precision == Fact("bf16", "compute capability 8.0 is Ampere or newer")
-    assert machine.driver == "580.95.05"
-    assert machine.cuda_driver == (13, 0)
-    assert machine.gpus[0] == Gpu(0, "GPU-0aaa", "NVIDIA A100-SXM4-80GB", (8, 0), 80 * GIB, 79 * GIB, None, (), 2)
-    assert describe(machine) == "1x NVIDIA A100-SXM4-80GB, 79.0 GiB free"
-
-
-def test_a_t4_trains_in_fp16(with_gpus: Any) -> None:
-    with_gpus(T4)
-    assert probe_machine({}).precision == Fact(
-        "fp16", "compute capability 7.5 is older than Ampere, which is the first with bf16"
-    )
-
-
-def test_the_weakest_of_several_gpus_decides_the_precision(with_gpus: Any) -> None:
-    with_gpus(A100, T4)
-    machine = probe_machine({})
-    assert machine.precision.value == "fp16"
-    assert "7.5, the lowest of the GPUs here" in machine.precision.reason
-    assert describe(machine) == "1x NVIDIA A100-SXM4-80GB + 1x Tesla T4, 15.0 GiB free each"
-
-
-def test_a_hidden_gpu_does_not_decide_the_precision(with_gpus: Any) -> None:
-    with_gpus(A100, T4)
-    assert probe_machine({"CUDA_VISIBLE_DEVICES": "0"}).precision.value == "bf16"
-
-
-def test_a_driver_that_fails_is_a_problem_and_not_a_crash(with_gpus: Any) -> None:
-    with_gpus(init_error=NvmlError("Driver/library version mismatch"))
-    machine = probe_machine({})
-    assert machine.backend == "cpu"
-    assert machine.problems[0].what == (
-        "the NVIDIA driver is installed and does not answer: Driver/library version mismatch"
-    )
-    assert "nvidia-smi" in machine.problems[0].hint
-
-
-def test_a_machine_without_nvml_has_no_gpus_and_no_problem(with_gpus: Any) -> None:
-    with_gpus(init_error=LibraryNotFoundError())
-    machine = probe_machine({})
-    assert machine.gpus == ()
-    assert machine.backend == "cpu"
-    assert machine.problems == ()
-
-
-def test_a_lost_gpu_is_a_problem_and_the_others_are_found(with_gpus: Any) -> None:
-    with_gpus(FakeGpu("NVIDIA A100-SXM4-80GB", lost=True), A100)
-    found = report()
-    assert [gpu.index for gpu in found.gpus] == [1]
-    assert found.problems[0].what == "GPU 0 does not answer: GPU is lost"
-
-
-def test_questions_that_a_driver_does_not_answer_are_none(with_gpus: Any) -> None:
-    with_gpus(FakeGpu("NVIDIA GB10", unsupported=("memory", "capability", "processes", "mig", "p2p")), A100)
-    gpu = report().gpus[0]
-    assert (gpu.compute_capability, gpu.busy_processes, gpu.mig, gpu.linked_to) == (None, None, None, ())
-    assert (gpu.memory_bytes, gpu.free_bytes) == (64 * GIB, 32 * GIB)  # it shares the machine's memory
-
-
-def test_gpus_on_nvlink_are_told_from_those_on_the_bus(with_gpus: Any) -> None:
-    linked = [FakeGpu("A", links=(1,)), FakeGpu("A", links=(0,)), FakeGpu("A")]
-    with_gpus(*linked)
-    gpus = report().gpus
-    assert [gpu.linked_to for gpu in gpus] == [(1,), (0,), ()]
-    assert [gpu.peer_access for gpu in gpus] == [(1, 2), (0, 2), (0, 1)]
-
-
-def test_a_gpu_with_a_cpu_build_of_torch_is_a_problem(with_gpus: Any) -> None:
-    with_gpus(A100, torch_cuda=None)
-    machine = probe_machine({})
-    assert machine.backend == "cpu"
-    assert "is not built for CUDA" in machine.problems[0].what
-    assert "13.0" in machine.problems[0].hint
-
-
-@pytest.mark.parametrize(
-    ("setting", "uuids"),
-    [
-        ("1,0", ["GPU-1aaa", "GPU-0aaa"]),
-        ("GPU-2", ["GPU-2aaa"]),
-        ("GPU-2aaa,GPU-0aaa", ["GPU-2aaa", "GPU-0aaa"]),
-        (" 2 , 1 ", ["GPU-2aaa", "GPU-1aaa"]),
-        ("", []),
-        ("-1", []),
-        ("0,-1,2", ["GPU-0aaa"]),
-        ("0,9,2", ["GPU-0aaa"]),
-        ("GPU-", []),
-        ("1,1", []),
-    ],
-)
-def test_cuda_visible_devices_is_understood(with_gpus: Any, setting: str, uuids: list[str]) -> None:
-    with_gpus(A100, A100, A100)
-    assert visible(setting) == uuids
-
-
-def test_an_unknown_gpu_in_cuda_visible_devices_is_named(with_gpus: Any) -> None:
-    with_gpus(A100)
-    assert report(CUDA_VISIBLE_DEVICES="7").problems[0].what == (
-        "`CUDA_VISIBLE_DEVICES=7` names `7`, and that is not one GPU here"
-    )
-
-
-def test_a_mig_slice_has_its_own_memory_and_is_found_by_uuid(with_gpus: Any) -> None:
-    with_gpus(FakeGpu("NVIDIA A100-SXM4-80GB", slices=(("3g.40gb", 40 * GIB), ("2g.20gb", 20 * GIB))), A100)
-    gpu = report(CUDA_VISIBLE_DEVICES="MIG-01").gpus[0]
-    assert (gpu.uuid, gpu.mig, gpu.memory_bytes) == ("MIG-01bbb", "2g.20gb", 20 * GIB)
-    assert gpu.compute_capability == (8, 0)
-    assert visible("MIG-0") == []  # the beginning of two slices' names
-    assert visible("1") == ["GPU-1aaa"]
-
-
-def test_a_gpu_in_mig_mode_without_slices_is_a_problem(with_gpus: Any) -> None:
-    with_gpus(FakeGpu("NVIDIA A100-SXM4-80GB", slices=()))
-    found = report()
-    assert found.gpus == ()
-    assert "has no slice" in found.problems[0].what
 
 
 # the CPU and the memory of a container
@@ -540,10 +280,3 @@ def test_describing_a_machine_without_gpus_names_its_cpu() -> None:
         machine_from_json(document(backend="cpu", gpus=[])), free_ram_bytes=int(21.4 * GIB)
     )
     assert describe(machine) == "16-core x, 21.4 GiB free"
-
-
-def test_probing_a_machine_with_eight_gpus_is_quick(with_gpus: Any) -> None:
-    with_gpus(*[A100] * 8)
-    begin = time.perf_counter()
-    assert len(probe_machine({}).gpus) == 8
-    assert time.perf_counter() - begin < 0.3

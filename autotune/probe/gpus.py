@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import psutil
 
+from autotune.errors import AutotuneError
 from autotune.probe.facts import Problem
+from autotune.probe.nvml import (
+    NVML_P2P_CAPS_INDEX_NVLINK,
+    NVML_P2P_CAPS_INDEX_READ,
+    NvmlUnavailableError,
+    ask,
+    compute_processes,
+    held_back_by,
+    list_cards,
+    no_answer,
+    open_nvml,
+    slice_profile,
+)
+from autotune.probe.visible import Card, Shown, chosen, visible
 
-NVML_P2P_CAPS_INDEX_READ = 0  # pynvml.py 13.615 defines it as the tuple `(0,)`
-NVML_P2P_CAPS_INDEX_NVLINK = 2
+LITTLE_BYTES = 256 * 2**20  # a display, or an MPS server that waits; a process that computes holds more
+# What no process accounts for and is still no sign of one: the driver keeps 0.6 GiB of an 80 GiB card for itself.
+UNSEEN_BYTES, UNSEEN_SHARE = 2 * 2**30, 0.05
+SHARING_RAM = ("GB10", "Tegra", "Orin", "Thor", "Xavier", "Jetson")  # GPUs without memory of their own, by name
 
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -28,8 +45,9 @@ class Gpu(msgspec.Struct, frozen=True):
     """One GPU, or one MIG slice of it.
 
     `index` is NVML's, in PCI order; launches name a GPU by `uuid`. `mig` is the slice's profile, such as `3g.40gb`;
-    the memory is then the slice's own. `linked_to` and `peer_access` are indices of other GPUs: reached over NVLink,
-    and readable directly over any bus. None: the driver does not tell.
+    the memory and the processes are then the slice's own. `linked_to` and `peer_access` are indices of other GPUs:
+    reached over NVLink, and readable directly over any bus. `busy_processes` counts `processes`: those of others,
+    which are neither this process nor an ancestor or a child of it. None: the driver does not tell.
     """
 
     index: int
@@ -39,9 +57,9 @@ class Gpu(msgspec.Struct, frozen=True):
     memory_bytes: Bytes
     free_bytes: Bytes
     mig: str | None
-    linked_to: tuple[int, ...]
+    linked_to: tuple[int, ...] | None
     busy_processes: int | None
-    peer_access: tuple[int, ...] = ()
+    peer_access: tuple[int, ...] | None = ()
     pci: str | None = None  # its place on the bus, as `nvidia-smi` writes it
     processes: tuple[GpuProcess, ...] = ()
     power_limit_watts: float | None = None
@@ -57,179 +75,178 @@ class NvmlReport(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[Problem, ...] = ()
 
 
-class _Device(msgspec.Struct, frozen=True):
-    """A GPU with its NVML handle; `slices` are its MIG devices, None where MIG is off."""
-
-    index: int
-    uuid: str
-    handle: Any
-    slices: tuple[tuple[str, Any], ...] | None
-
-
-def probe_gpus(environment: Mapping[str, str], *, ram_bytes: int, free_ram_bytes: int) -> NvmlReport:
-    """Ask NVML about the GPUs that `CUDA_VISIBLE_DEVICES` in `environment` leaves visible, in that order.
+def probe_gpus(
+    environment: Mapping[str, str], *, ram_bytes: int, free_ram_bytes: int, root: Path = Path("/")
+) -> NvmlReport:
+    """Ask NVML about the GPUs that CUDA shows a program with this `environment`, in that order.
 
     A GPU that shares the machine's memory (GB10, Jetson) has none of its own to tell: it gets the figures for RAM.
-    A machine without NVML has no NVIDIA GPU; an NVML that fails is a problem, not an error.
+    A machine without NVML has no NVIDIA GPU; an NVML that fails is a problem, not an error. `root` holds `dev`.
     """
-    nvml: Any = importlib.import_module("pynvml")  # 25 ms
     try:
-        nvml.nvmlInit()
-    except nvml.NVMLError_LibraryNotFound:
-        return NvmlReport()
-    except nvml.NVMLError as error:
-        return NvmlReport(problems=(_nvml_failed(error),))
-    try:
-        return _report(nvml, environment, ram_bytes, free_ram_bytes)
-    except nvml.NVMLError as error:
-        return NvmlReport(problems=(_nvml_failed(error),))
-    finally:
-        nvml.nvmlShutdown()
+        with open_nvml(root) as nvml:
+            return _report(nvml, environment, ram_bytes, free_ram_bytes)
+    except NvmlUnavailableError as error:
+        return NvmlReport(problems=() if error.problem is None else (error.problem,))
 
 
-def _nvml_failed(error: Exception) -> Problem:
-    return Problem(
-        what=f"the NVIDIA driver is installed and does not answer: {error}",
-        hint="run `nvidia-smi`; if it fails too, load or repair the driver, or restart the container with its GPUs",
-    )
+def choose_gpus(asked: str) -> str:
+    """What `--gpus` names, as a `CUDA_VISIBLE_DEVICES` of UUIDs.
+
+    Raises AutotuneError, with the names that exist, where it names none, or one twice, or NVML cannot be asked.
+    """
+    try:
+        with open_nvml() as nvml:
+            return chosen(list_cards(nvml)[0], asked)
+    except NvmlUnavailableError as error:
+        raise AutotuneError(
+            f"`--gpus {asked}` names no GPU that can be used here",
+            hint=f"{error.problem.what}; {error.problem.hint}"
+            if error.problem
+            else "this machine has no NVIDIA GPU; leave it out to tune on the CPU",
+        ) from None
 
 
 def _report(nvml: Any, environment: Mapping[str, str], ram_bytes: int, free_ram_bytes: int) -> NvmlReport:
-    problems: list[Problem] = []
-    devices: list[_Device] = []
-    for index in range(nvml.nvmlDeviceGetCount()):
+    cards, problems = list_cards(nvml)
+    shown = visible(cards, environment)
+    problems += shown.problems
+    gpus: list[Gpu] = []
+    for one in shown.shown:
         try:
-            devices.append(_device(nvml, index))
-        except nvml.NVMLError as error:
-            problems.append(
-                Problem(
-                    what=f"GPU {index} does not answer: {error}",
-                    hint="see `nvidia-smi` and the kernel's log; the GPU may need a reset or a restart of the machine",
-                )
-            )
-    chosen = _visible(devices, environment.get("CUDA_VISIBLE_DEVICES"), problems)
-    gpus = [_gpu(nvml, device, uuid, handle, devices, ram_bytes, free_ram_bytes) for device, uuid, handle in chosen]
-    cuda = _ask(nvml.NVMLError, nvml.nvmlSystemGetCudaDriverVersion)
+            gpu = _gpu(nvml, one, cards, problems, ram_bytes, free_ram_bytes)
+        except nvml.NVMLError as error:  # lost since it was listed, or its memory cannot be read
+            problems.append(no_answer(one.card.index, error))
+            continue
+        gpus.append(gpu)
+    cuda = ask(nvml, nvml.nvmlSystemGetCudaDriverVersion)
     return NvmlReport(
         gpus=tuple(gpus),
-        driver=_ask(nvml.NVMLError, nvml.nvmlSystemGetDriverVersion),
+        driver=ask(nvml, nvml.nvmlSystemGetDriverVersion),
         cuda_driver=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
         problems=tuple(problems),
     )
 
 
-def _ask(unsupported: type[Exception], call: Callable[..., Any], *arguments: Any) -> Any:
-    """What NVML answers, None where this driver or GPU does not support the question."""
+def _gpu(
+    nvml: Any, one: Shown, cards: Sequence[Card], problems: list[Problem], ram_bytes: int, free_ram_bytes: int
+) -> Gpu:
+    card = one.card
+    handle = card.handle if one.slice is None else one.slice.handle
+    mig, slice_bytes = (None, None) if one.slice is None else slice_profile(nvml, handle)
     try:
-        return call(*arguments)
-    except unsupported:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        total, free = int(memory.total), int(memory.free)
+    except nvml.NVMLError_NotSupported:
+        if one.slice is not None and slice_bytes is None:
+            raise
+        total, free = (ram_bytes, free_ram_bytes) if slice_bytes is None else (slice_bytes, slice_bytes)
+        if one.slice is None and not any(name in card.name for name in SHARING_RAM):
+            problems.append(
+                Problem(
+                    what=f"GPU {card.index} ({card.name}) does not tell its memory, so it is taken to share the RAM",
+                    hint="say how much it has with `--gpu-memory`",
+                )
+            )
+    others, own_bytes = _processes(nvml, handle)
+    power_milliwatts = ask(nvml, nvml.nvmlDeviceGetEnforcedPowerLimit, card.handle)
+    gpu = Gpu(
+        index=card.index,
+        uuid=one.uuid,
+        name=card.name if mig is None else f"{card.name} MIG {mig}",
+        compute_capability=card.capability,
+        memory_bytes=total,
+        free_bytes=free,
+        mig=mig,
+        linked_to=_reached(nvml, one, cards, NVML_P2P_CAPS_INDEX_NVLINK),
+        busy_processes=None if others is None else len(others),
+        peer_access=_reached(nvml, one, cards, NVML_P2P_CAPS_INDEX_READ),
+        pci=card.pci,
+        processes=others or (),
+        power_limit_watts=None if power_milliwatts is None else power_milliwatts / 1000,
+        throttling=held_back_by(nvml, card.handle),
+    )
+    problems += _problems(gpu, own_bytes, shares_ram=total == ram_bytes)
+    return gpu
+
+
+def _reached(nvml: Any, one: Shown, cards: Sequence[Card], way: int) -> tuple[int, ...] | None:
+    """The other GPUs that this one reaches in a `way` of NVML's; a MIG slice reaches none."""
+    if one.slice is not None:
+        return ()
+    answers = {}
+    for other in cards:
+        if other.handle is None or other.index == one.card.index:
+            continue
+        try:
+            answers[other.index] = ask(nvml, nvml.nvmlDeviceGetP2PStatus, one.card.handle, other.handle, way)
+        except nvml.NVMLError:  # one of the two is lost; which, the other questions tell
+            answers[other.index] = None
+    if answers and all(status is None for status in answers.values()):
         return None
+    return tuple(index for index, status in answers.items() if status == 0)
 
 
-def _device(nvml: Any, index: int) -> _Device:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    mode = _ask(nvml.NVMLError, nvml.nvmlDeviceGetMigMode, handle)
-    slices = None
-    if mode and mode[0] == 1:
-        slices = tuple(_slices(nvml, handle))
-    return _Device(index, nvml.nvmlDeviceGetUUID(handle), handle, slices)
+def _processes(nvml: Any, handle: Any) -> tuple[tuple[GpuProcess, ...] | None, int]:
+    """The processes of others that compute on a GPU, and the bytes of this one, its ancestors and its children."""
+    listed = compute_processes(nvml, handle)
+    if not listed:  # whose children are ours is not worth asking
+        return (None if listed is None else ()), 0
+    this = psutil.Process()
+    own = {this.pid, *(process.pid for process in (*this.parents(), *this.children(recursive=True)))}
+    others = tuple(
+        GpuProcess(process.pid, _name(nvml, process.pid), process.usedGpuMemory)
+        for process in listed
+        if process.pid not in own
+    )
+    return others, sum(process.usedGpuMemory or 0 for process in listed if process.pid in own)
 
 
-def _slices(nvml: Any, handle: Any) -> list[tuple[str, Any]]:
-    found = []
-    for place in range(_ask(nvml.NVMLError, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        piece = _ask(nvml.NVMLError, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
-        if piece is not None:  # places without a slice raise "not found"
-            found.append((nvml.nvmlDeviceGetUUID(piece), piece))
+def _name(nvml: Any, pid: int) -> str | None:
+    """A process's name without its arguments, which may hold secrets."""
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        path = ask(nvml, nvml.nvmlSystemGetProcessName, pid)
+        return Path(path).name if path else None
+
+
+def _problems(gpu: Gpu, own_bytes: int, *, shares_ram: bool) -> list[Problem]:
+    where = f"GPU {gpu.index} ({gpu.name})"
+    found: list[Problem] = []
+    used_bytes = gpu.memory_bytes - gpu.free_bytes
+    holders = [
+        process
+        for process in gpu.processes
+        if (used_bytes if process.memory_bytes is None else process.memory_bytes) > LITTLE_BYTES
+    ]
+    told_bytes = own_bytes + sum(process.memory_bytes or 0 for process in gpu.processes)
+    if holders:
+        names = ", ".join(_holder(process) for process in holders)
+        found.append(
+            Problem(
+                what=f"{where} is in use by {names}",
+                hint="wait for it, or tune on another GPU with `--gpus`: figures are wrong beside other work",
+            )
+        )
+    elif not shares_ram and used_bytes - told_bytes > max(UNSEEN_BYTES, UNSEEN_SHARE * gpu.memory_bytes):
+        found.append(
+            Problem(
+                what=f"{(used_bytes - told_bytes) / 2**30:.1f} GiB of {where} are in use by nothing that is seen here",
+                hint="see `nvidia-smi` outside the container; figures are wrong beside other work",
+            )
+        )
+    if gpu.throttling:
+        found.append(
+            Problem(
+                what=f"{where} is held back by {' and '.join(gpu.throttling)}",
+                hint="see `nvidia-smi -q -d PERFORMANCE`; trials that are slowed down one by one do not compare",
+            )
+        )
     return found
 
 
-def _visible(devices: list[_Device], setting: str | None, problems: list[Problem]) -> list[tuple[_Device, str, Any]]:
-    """The GPUs and slices that CUDA would show, in its order: the list ends at the first entry that names none.
-
-    The rules are CUDA's: indices, UUIDs or an unambiguous beginning of one, and a list with the same GPU twice
-    shows none (torch 2.13, `torch/cuda/__init__.py`, `_parse_visible_devices`).
-    """
-    every: list[tuple[_Device, str, Any]] = []
-    for device in devices:
-        if device.slices is None:
-            every.append((device, device.uuid, device.handle))
-            continue
-        if not device.slices:
-            problems.append(
-                Problem(
-                    what=f"GPU {device.index} is in MIG mode and has no slice, so no program can use it",
-                    hint="make a slice with `nvidia-smi mig -cgi <profile> -C`, or switch MIG mode off",
-                )
-            )
-        every += [(device, uuid, handle) for uuid, handle in device.slices]
-    if setting is None:
-        return every
-    chosen: list[tuple[_Device, str, Any]] = []
-    for entry in (part.strip() for part in setting.split(",")):
-        named = [one for one in every if _names(entry, one[0], one[1])]
-        ambiguous = len(named if entry.startswith("MIG-") else {one[0].index for one in named}) > 1
-        if not named or ambiguous:
-            if entry not in ("", "-1") and every:
-                problems.append(
-                    Problem(
-                        what=f"`CUDA_VISIBLE_DEVICES={setting}` names `{entry}`, and that is not one GPU here",
-                        hint="CUDA ignores that entry and all after it; see `nvidia-smi -L` for the names",
-                    )
-                )
-            break
-        if named[0] in chosen:
-            problems.append(
-                Problem(
-                    what=f"`CUDA_VISIBLE_DEVICES={setting}` names a GPU twice, so CUDA shows none",
-                    hint="name each GPU once",
-                )
-            )
-            return []
-        chosen.append(named[0])
-    return chosen
-
-
-def _names(entry: str, device: _Device, uuid: str) -> bool:
-    if entry.isdecimal():
-        return int(entry) == device.index
-    if entry.startswith("MIG-"):
-        return uuid.startswith(entry)
-    return entry.startswith("GPU-") and device.uuid.startswith(entry)
-
-
-def _gpu(
-    nvml: Any, device: _Device, uuid: str, handle: Any, devices: list[_Device], ram_bytes: int, free_ram_bytes: int
-) -> Gpu:
-    unsupported = nvml.NVMLError
-    memory = _ask(unsupported, nvml.nvmlDeviceGetMemoryInfo, handle)
-    capability = _ask(unsupported, nvml.nvmlDeviceGetCudaComputeCapability, device.handle)
-    processes = _ask(unsupported, nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-    name = _ask(unsupported, nvml.nvmlDeviceGetName, handle) or _ask(unsupported, nvml.nvmlDeviceGetName, device.handle)
-    name = name or "NVIDIA GPU"
-    mig = None
-    if device.slices is not None:
-        mig = name.partition(" MIG ")[2] or "slice"  # "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
-
-    def reached(capability_index: int) -> tuple[int, ...]:
-        if mig is not None:  # a slice has no peers
-            return ()
-        return tuple(
-            other.index
-            for other in devices
-            if other.index != device.index
-            and _ask(unsupported, nvml.nvmlDeviceGetP2PStatus, device.handle, other.handle, capability_index) == 0
-        )
-
-    return Gpu(
-        index=device.index,
-        uuid=uuid,
-        name=name,
-        compute_capability=(capability[0], capability[1]) if capability else None,
-        memory_bytes=int(memory.total) if memory else ram_bytes,
-        free_bytes=int(memory.free) if memory else free_ram_bytes,
-        mig=mig,
-        linked_to=reached(NVML_P2P_CAPS_INDEX_NVLINK),
-        busy_processes=None if processes is None else len(processes),
-        peer_access=reached(NVML_P2P_CAPS_INDEX_READ),
-    )
+def _holder(process: GpuProcess) -> str:
+    name = "a process" if process.name is None else f"`{process.name}`"
+    size = "" if process.memory_bytes is None else f" with {process.memory_bytes / 2**30:.1f} GiB"
+    return f"{name} (pid {process.pid}){size}"
