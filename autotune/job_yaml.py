@@ -10,6 +10,8 @@ import msgspec
 
 from autotune.errors import AutotuneError
 
+MOST_VALUES = 100_000  # of one file, aliases written out; a TRL config has some tens
+
 
 class Config(msgspec.Struct, frozen=True):
     """What a file says. `lines` has the line of each top-level option, counted from 1."""
@@ -53,6 +55,7 @@ def read_config(path: Path, *, name: str) -> Config:
     if not isinstance(options, dict) or not isinstance(node, yaml.MappingNode):
         what = "is empty" if options is None else "holds no `option: value` lines"
         raise AutotuneError(f"`{name}` {what}", hint="write TRL options as `option: value`, one a line")
+    _refuse_endless(node, name)
     _refuse_twice(node, name)
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
     for key in options:
@@ -99,6 +102,33 @@ def _syntax_hint(error: Any) -> str:
     if "single document" in str(error.context):
         return "keep one document: remove what follows the second `---`"
     return "correct that line"
+
+
+def _refuse_endless(root: Any, name: str) -> None:
+    """Raise for aliases that contain themselves, and for ones that repeat each other into more than can be read."""
+    sizes: dict[int, int] = {}  # values below a node, repeated ones as often as they are repeated
+    open_nodes: set[int] = set()
+
+    def size_of(node: Any) -> int:
+        if isinstance(node.value, str):  # a scalar's text
+            return 1
+        known = sizes.get(id(node))
+        if known is None:
+            if id(node) in open_nodes:
+                raise AutotuneError(
+                    f"`{name}` line {node.start_mark.line + 1}: a value contains itself by an alias",
+                    hint="write the value out instead of `*name`",
+                )
+            open_nodes.add(id(node))
+            children = [one for pair in node.value for one in (pair if isinstance(pair, tuple) else (pair,))]
+            known = sizes[id(node)] = 1 + sum(map(size_of, children))
+            open_nodes.discard(id(node))
+        return known
+
+    if size_of(root) > MOST_VALUES:
+        raise AutotuneError(
+            f"`{name}` holds more than {MOST_VALUES:,} values", hint="its aliases repeat each other: write values out"
+        )
 
 
 def _refuse_twice(node: Any, name: str) -> None:

@@ -313,6 +313,12 @@ def test_a_model_or_data_that_cannot_be_there_is_told_at_once(read: Read, folder
         ("env: 1\n", "`sft.yaml` line 1: `env` is no mapping"),
         ("env:\na: 1\n", "`sft.yaml` line 1: `env` is no mapping"),
         ("on: 1\n", "the key `True`, which YAML does not read as text"),
+        ("a: 1\nb: &b [*b]\n", "`sft.yaml` line 2: a value contains itself by an alias"),
+        ("a: &a {b: {c: *a}}\n", "`sft.yaml` line 1: a value contains itself by an alias"),
+        (
+            "a0: &a0 [x, x]\n" + "".join(f"a{one}: &a{one} [*a{one - 1}, *a{one - 1}]\n" for one in range(1, 40)),
+            "`sft.yaml` holds more than 100,000 values",
+        ),
     ],
 )
 def test_a_file_that_trl_cannot_read_is_refused_with_its_place(read: Read, text: str, what: str) -> None:

@@ -100,8 +100,6 @@ class Narrator:
                 pass
 
     def _trial(self, event: TrialFinished) -> None:
-        if event.outcome == "stopped" and event.purpose == "speed":
-            return  # it told how long a pass takes, and a note says what follows
         if not self._table:
             self._table = True
             self._print("")

@@ -71,8 +71,8 @@ def measure(
         trial.kill()
     result = conclude(setting, trial, candidate, pruned=pruned)
     result = msgspec.structs.replace(result, others_cores=round(others, 2), pass_steps=sample.steps)
-    if foretold is not None:
-        result = msgspec.structs.replace(
+    if foretold is not None:  # it told how long a pass is, and the caller starts it again with a shorter one
+        return msgspec.structs.replace(
             result, foretold_pass_seconds=foretold, detail=f"a pass would take {foretold:.0f} s"
         )
     finished(setting, result, baseline_rate)
