@@ -165,7 +165,7 @@ def check_refused(answer: Answer, what: str, hint: str, *, after_narration: bool
         ("launch", "required: RUN", "--help"),
         ("report nowhere", "there is no `nowhere/report.md`", "`--resume`"),
         ("report full extra", "unrecognized arguments: extra", "--help"),
-        ("doctor --json", "`trl-autotune doctor` is not built yet", "--help"),
+        ("watch", "`trl-autotune watch` is not built yet", "--help"),
         ("sft --demo --config sft.yaml --auto", "`--demo` brings a config of its own", "leave out"),
     ],
 )  # fmt: skip
