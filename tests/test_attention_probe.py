@@ -15,7 +15,10 @@ import pytest
 
 from autotune.children import Children
 from autotune.errors import AutotuneError
-from autotune.probe.attention import HUB_KERNELS, PACKAGES, WORKED, probe_attention
+from autotune.probe.attention import WORKED, probe_attention
+from autotune.probe.attention_names import CONTAMINATES, FORMS, GENERATION_ONLY, HUB_KERNELS, PACKAGES
+from autotune.probe.attention_trial import LIMITS
+from autotune.probe.builds import GENERATES, package_refuses
 from autotune.probe.machine import AttentionBackend, Machine, probe_machine
 
 GROUPED = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}
@@ -35,8 +38,24 @@ def probed(
 
 def test_sdpa_and_eager_are_run_forward_and_backward_on_a_cpu(cpu: Machine, children: Children) -> None:
     found = probed(cpu, children, model=GROUPED)
-    assert found["sdpa"] == AttentionBackend("sdpa", True, "dense mask", WORKED)
-    assert found["eager"] == AttentionBackend("eager", True, "dense mask", WORKED)
+    for name in ("sdpa", "eager"):
+        assert found[name].usable
+        assert found[name].packing == "dense mask"
+        assert found[name].reason.startswith(f"{WORKED}; ")
+
+
+def test_its_time_and_its_distance_from_sdpa_are_told_as_figures_and_in_words(cpu: Machine, children: Children) -> None:
+    found = probed(cpu, children, model=GROUPED)
+    sdpa, eager = found["sdpa"], found["eager"]
+    assert sdpa.error == 0.0
+    assert eager.error is not None
+    assert 0.0 < eager.error < 1e-5
+    assert eager.milliseconds is not None
+    assert 0.0 < eager.milliseconds < 1000.0
+    assert eager.reason == (
+        f"{WORKED}; {eager.milliseconds:.2f} ms for 24 tokens; logits {eager.error:.1e} off sdpa's in float32"
+    )
+    assert found["flex_attention"].milliseconds is None
 
 
 def test_every_backend_that_does_not_work_on_a_cpu_says_why(cpu: Machine, children: Children) -> None:
@@ -44,8 +63,9 @@ def test_every_backend_that_does_not_work_on_a_cpu_says_why(cpu: Machine, childr
     assert found["flex_attention"] == AttentionBackend(
         "flex_attention", False, "dense mask", "flex_attention has no backward on a CPU"
     )
-    for name in (*PACKAGES, *HUB_KERNELS):
+    for name in (*PACKAGES, *HUB_KERNELS[:4]):
         assert found[name] == AttentionBackend(name, False, "variable length", "needs a CUDA GPU")
+    assert found[GENERATION_ONLY] == AttentionBackend(GENERATION_ONLY, False, "unknown", GENERATES)
 
 
 def test_flex_attention_fails_in_backward_on_a_cpu_as_the_reason_says() -> None:
@@ -73,17 +93,88 @@ def request_for(names: list[str]) -> dict[str, Any]:
     return {"names": names, "job_attention": None, "backend": "cpu", "precision": "float32", "model": {}}
 
 
-def test_a_name_that_transformers_does_not_know_is_rejected_with_its_words(cpu: Machine, children: Children) -> None:
-    found = probed(cpu, children, asked="sdpa_paged")["sdpa_paged"]
+@pytest.mark.parametrize("name", ["sdpa_paged", "flash-attn2", "kernels-community/flash-attn2/build", "mine/a b"])
+def test_a_name_that_is_no_repository_is_rejected_with_the_forms_that_are_accepted(
+    cpu: Machine, children: Children, name: str
+) -> None:
+    found = probed(cpu, children, asked=name)[name]
     assert not found.usable
     assert found.reason == (
-        'fails in loading: ValueError: Specified `attn_implementation="sdpa_paged"` is not supported'
+        "is neither one of `sdpa`, `eager`, `flex_attention`, `flash_attention_2`, `flash_attention_3`, "
+        f"`flash_attention_4` nor the name of a kernel's repository, {FORMS}"
     )
 
 
 def test_a_name_that_stands_for_another_backend_says_so(cpu: Machine, children: Children) -> None:
     found = probed(cpu, children, asked="paged|sdpa")["paged|sdpa"]
-    assert found == AttentionBackend("paged|sdpa", True, "dense mask", f"{WORKED}, as `sdpa`")
+    assert found.usable
+    assert found.packing == "dense mask"
+    assert found.reason.startswith(f"{WORKED}, as `sdpa`; ")
+
+
+@pytest.mark.parametrize("name", ["mine/flash", "mine/flash@main", "mine/flash:forward", "mine/flash@main:forward"])
+def test_offline_a_kernel_that_is_not_in_the_cache_says_so(cpu: Machine, tmp_path: Path, name: str) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    with Children(environment, log=tmp_path / "server.log", cold=True) as children:
+        found = probed(cpu, children, asked=name)[name]
+    assert found == AttentionBackend(name, False, "unknown", "not in the cache, and offline (`HF_HUB_OFFLINE` is set)")
+
+
+def test_a_kernels_version_that_transformers_does_not_take_is_told_with_a_pair_that_works(children: Children) -> None:
+    said = children.call("tests.test_attention_probe:refusal_without_kernels", {}, deadline_seconds=60)
+    assert said == (
+        "transformers 5.24.0 takes kernels 0.18.2 or newer and older than 0.19, and 0.17.2 is installed; "
+        "a pair that works: `transformers==5.22.2 kernels==0.17.2`"
+    )
+
+
+def refusal_without_kernels(request: dict[str, Any], folder: Path) -> str | None:
+    """As it is in an environment where pip chose transformers 5.24 and kernels 0.17."""
+    from transformers import utils
+
+    from autotune.probe import hub_kernels
+
+    utils.is_kernels_available = lambda: False
+    installed = {"transformers": "5.24.0", "kernels": "0.17.2"}
+    vars(hub_kernels)["installed_version"] = installed.get
+    return hub_kernels.hub_refuses("mine/flash", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "installed", "reason"),
+    [
+        ("flash_attention_2", "2.3.3", None),
+        ("flash_attention_2", "2.3.2", "transformers takes `flash-attn` 2.3.3 or newer, and 2.3.2 is installed"),
+        ("flash_attention_2", "a fork", "transformers takes `flash-attn` 2.3.3 or newer, and a fork is installed"),
+        ("flash_attention_3", "3.0.0b1", None),
+    ],
+)
+def test_a_package_must_have_a_version_that_transformers_takes(name: str, installed: str, reason: str | None) -> None:
+    assert package_refuses(name, installed) == reason
+
+
+def test_what_the_names_stand_for_is_what_transformers_says(children: Children) -> None:
+    said = children.call("tests.test_attention_probe:transformers_names", {}, deadline_seconds=60)
+    assert said["fallbacks"] == {name: package.stand_in for name, package in PACKAGES.items()}
+    assert {kernel: "cuda" in said["devices"].get(kernel, ["cuda"]) for kernel in HUB_KERNELS} == dict.fromkeys(
+        HUB_KERNELS, True
+    )
+    assert said["majors"] == {"flash_attention_3": 8, "flash_attention_4": 9}
+
+
+def transformers_names(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from transformers import modeling_flash_attention_utils as flash
+
+    matrix = flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+    return {
+        "fallbacks": flash.FLASH_ATTN_KERNEL_FALLBACK,
+        "devices": flash.FLASH_ATTN_KERNEL_DEVICES,
+        "majors": {
+            f"flash_attention_{number}": entry["cuda_min_major_version"]
+            for number, entry in matrix.items()
+            if "cuda_min_major_version" in entry
+        },
+    }
 
 
 def test_the_known_kernels_stay_known_at_a_revision(cpu: Machine, children: Children) -> None:
@@ -126,48 +217,96 @@ def test_on_a_gpu_a_kernel_that_ends_its_child_rejects_itself_only(cpu: Machine,
 VARLEN = """
 import torch
 
+def attend(q, k, v, scale, causal):
+    {before}
+    one = [part.transpose(0, 1)[None] for part in (q, k, v)]
+    return torch.nn.functional.scaled_dot_product_attention(
+        *one, is_causal=causal, scale=scale * {scale}, enable_gqa=True)[0].transpose(0, 1)
+
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *others, causal=False, softmax_scale=None, **rest):
-    pieces = []
     borders = {borders}
-    for begin, end in zip(borders[:-1], borders[1:]):
-        one = [part[begin:end].transpose(0, 1)[None] for part in (q, k, v)]
-        {before}
-        pieces.append(torch.nn.functional.scaled_dot_product_attention(
-            *one, is_causal=causal, scale=softmax_scale, enable_gqa=True)[0].transpose(0, 1))
-    return torch.cat(pieces)
+    return torch.cat([
+        attend(q[begin:end], k[begin:end], v[begin:end], softmax_scale, causal)
+        for begin, end in zip(borders[:-1], borders[1:])
+    ])
 
 def flash_attn_func(q, k, v, causal=False, softmax_scale=None, **rest):
-    raise RuntimeError("documents were not packed")
+    return torch.stack([attend(*row, softmax_scale, causal) for row in zip(q, k, v)])
 """
 APART = "cu_seqlens_q.tolist()"
 MIXED = "[0, q.shape[0]]"
 
 
-def kernel_of(folder: Path, *, borders: str = APART, before: str = "pass") -> Children:
+def kernel_of(folder: Path, *, borders: str = APART, before: str = "pass", scale: float = 1.0) -> Children:
     """Children that see the kernel `mine/flash` in a folder, in plain torch."""
-    build = folder / "build/torch-universal"
-    build.mkdir(parents=True)
-    (build / "__init__.py").write_text(VARLEN.format(borders=borders, before=before))
-    metadata = {"name": "flash", "id": "_flash", "version": 1, "license": "Apache-2.0", "python-depends": []}
-    (build / "metadata.json").write_text(json.dumps({**metadata, "backend": {"type": "cpu"}}))
+    write_kernel(folder, borders=borders, before=before, scale=scale)
     environment = {**os.environ, "LOCAL_KERNELS": f"mine/flash={folder}", "HF_HUB_OFFLINE": "1"}
     return Children(environment, log=folder / "server.log", cold=True)
+
+
+def write_kernel(folder: Path, *, borders: str = APART, before: str = "pass", scale: float = 1.0) -> None:
+    build = folder / "build/torch-universal"
+    build.mkdir(parents=True)
+    (build / "__init__.py").write_text(VARLEN.format(borders=borders, before=before, scale=scale))
+    metadata = {"name": "flash", "id": "_flash", "version": 1, "license": "Apache-2.0", "python-depends": []}
+    (build / "metadata.json").write_text(json.dumps({**metadata, "backend": {"type": "cpu"}}))
 
 
 def test_a_kernel_in_a_folder_is_tried_with_shared_heads(cpu: Machine, tmp_path: Path) -> None:
     with kernel_of(tmp_path) as children:
         found = probed(cpu, children, asked="mine/flash", model=GROUPED)["mine/flash"]
-    assert found == AttentionBackend("mine/flash", True, "variable length", WORKED)
+    assert found.usable
+    assert (found.packing, found.revision) == ("variable length", "local")
+    assert found.reason.startswith(f"{WORKED}, from a folder here; ")
+    assert found.error is not None
+    assert found.error < 1e-5
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize("name", ["mine/flash", "mine/flash@v1", f"mine/flash@{COMMIT}"])
+def test_a_kernel_in_the_cache_is_told_with_its_commit(cpu: Machine, tmp_path: Path, name: str) -> None:
+    repository = tmp_path / "hub/kernels--mine--flash"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/v1").write_text(COMMIT)
+    write_kernel(repository / "snapshots" / COMMIT)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    with Children(environment, log=tmp_path / "server.log", cold=True) as children:
+        found = probed(cpu, children, asked=name, model=GROUPED)[name]
+    assert found.reason.startswith(f"{WORKED}, revision {COMMIT[:12]}; ")
+    assert found.revision == COMMIT
 
 
 def test_a_kernel_that_mixes_packed_documents_is_told(cpu: Machine, tmp_path: Path) -> None:
     with kernel_of(tmp_path, borders=MIXED) as children:
         found = probed(cpu, children, asked="mine/flash", model=GROUPED)["mine/flash"]
-    assert found == AttentionBackend("mine/flash", True, "unknown", f"{WORKED}, which it does not keep apart")
+    assert found.usable
+    assert found.packing == CONTAMINATES
+    assert found.reason.startswith(f"{WORKED}, from a folder here, which it does not keep apart; ")
+
+
+def test_a_kernel_that_computes_something_else_is_rejected_with_the_figure(cpu: Machine, tmp_path: Path) -> None:
+    with kernel_of(tmp_path, scale=1.1) as children:
+        found = probed(cpu, children, asked="mine/flash", model=GROUPED)["mine/flash"]
+    assert not found.usable
+    assert found.error is not None
+    assert found.error > max(LIMITS["float32"], 1e-3)
+    assert found.reason == f"its logits are {found.error:.1e} off sdpa's in float32, at most 1e-04"
+
+
+def test_a_kernel_whose_backward_is_off_is_rejected_with_the_figure(cpu: Machine, tmp_path: Path) -> None:
+    halved = "q.register_hook(lambda gradient: gradient / 2) if q.requires_grad else None"
+    with kernel_of(tmp_path, before=halved) as children:
+        found = probed(cpu, children, asked="mine/flash", model=GROUPED)["mine/flash"]
+    assert not found.usable
+    assert found.reason.startswith("its gradients are ")
+    assert found.reason.endswith(" off sdpa's in float32, at most 1e-04")
 
 
 def test_a_kernel_that_fails_in_backward_is_rejected_with_its_error(cpu: Machine, tmp_path: Path) -> None:
-    raising = "one[0].register_hook(lambda gradient: (_ for _ in ()).throw(RuntimeError('no such head size. More')))"
+    error = "(_ for _ in ()).throw(RuntimeError('no such head size. More'))"
+    raising = f"q.requires_grad and q.register_hook(lambda gradient: {error})"
     with kernel_of(tmp_path, before=raising) as children:
         found = probed(cpu, children, asked="mine/flash", model=GROUPED)["mine/flash"]
     assert not found.usable

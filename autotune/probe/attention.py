@@ -6,41 +6,37 @@ values, at the first step of a training, so a backend is tried with the model's 
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from autotune.errors import AutotuneError
-from autotune.probe.attention_trial import Heads, Outcome, try_backend
+from autotune.kernel_revision import LOCAL
+from autotune.probe.attention_names import (
+    CONTAMINATES,
+    HUB_KERNELS,
+    NATIVE,
+    PACKAGES,
+    UNKNOWN,
+    VARIABLE,
+    malformed,
+    packing_of,
+)
+from autotune.probe.attention_trial import TIMED_TOKENS, Heads, Outcome, try_backend
+from autotune.probe.builds import package_refuses
+from autotune.probe.hub_kernels import hub_refuses
 from autotune.probe.machine import AttentionBackend, Backend, Machine
-from autotune.probe.model import first_line
+from autotune.probe.versions import installed_version
 
 if TYPE_CHECKING:
     from autotune.children import Children
 
-DENSE = "dense mask"
-VARIABLE = "variable length"
-UNKNOWN = "unknown"
 WORKED = "ran forward and backward here on packed documents"
 
-NATIVE = ("sdpa", "eager", "flex_attention")
-
-# The distribution that each name stands for, and what runs in its place where that is not installed
-# (transformers 5.22.2, modeling_flash_attention_utils.py, FLASH_ATTN_KERNEL_FALLBACK).
-PACKAGES = {
-    "flash_attention_2": ("flash-attn", "kernels-community/flash-attn2"),
-    "flash_attention_3": ("flash-attn-3", "kernels-community/vllm-flash-attn3"),
-    "flash_attention_4": ("flash-attn-4", "kernels-community/flash-attn4"),
-}
-
-# Hub kernels with builds for CUDA (the same file, FLASH_ATTN_KERNEL_DEVICES), in the order in which they are tried.
-HUB_KERNELS = ("kernels-community/flash-attn2", "kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3")
-
 NATIVE_SECONDS = 60.0
+COMPILED_SECONDS = 240.0  # flex_attention is compiled for each of two sizes, a minute each on a slow machine
 KERNEL_SECONDS = 180.0  # a kernel may have to be downloaded, about 300 MB
 
 
@@ -73,9 +69,15 @@ def probe_attention(
             "precision": machine.precision.value,
             "model": model or {},
         }
-        seconds = NATIVE_SECONDS if group[0] in NATIVE else KERNEL_SECONDS
-        found += _call(children, group, request, seconds, folder=folder, one_may_fail=on_gpu and group[0] not in NATIVE)
+        one_may_fail = on_gpu and group[0] not in ("sdpa", "eager")
+        found += _call(children, group, request, _deadline(group[0]), folder=folder, one_may_fail=one_may_fail)
     return tuple(found)
+
+
+def _deadline(name: str) -> float:
+    if name == "flex_attention":
+        return COMPILED_SECONDS
+    return NATIVE_SECONDS if name in NATIVE else KERNEL_SECONDS
 
 
 def _call(
@@ -94,7 +96,7 @@ def _call(
     except AutotuneError as error:
         if not one_may_fail:
             raise
-        return [_rejected(name, error.what) for name in group]
+        return [_rejected(name, Outcome(failure=error.what)) for name in group]
     return msgspec.convert(answer, list[AttentionBackend])
 
 
@@ -115,42 +117,53 @@ def _judge(name: str, heads: Heads, *, as_asked: bool) -> AttentionBackend:
         refusals.append(lambda: _flex_refuses(heads.device))
     elif name in PACKAGES:
         refusals.append(lambda: _package_refuses(name, heads.backend, as_asked=as_asked))
-    elif "/" in name:
-        refusals.append(lambda: _hub_refuses(name, heads.backend))
+    elif name not in NATIVE and not _is_known(name):
+        refusals = [lambda: malformed(name), *refusals, lambda: hub_refuses(name, heads.backend)]
     for refusal in refusals:
         reason = refusal()
         if reason is not None:
-            return _rejected(name, reason)
+            return _rejected(name, Outcome(failure=reason))
     outcome = try_backend(name, heads)
-    return _rejected(name, outcome.failure) if outcome.failure is not None else _usable(name, outcome)
+    return _rejected(name, outcome) if outcome.failure is not None else _usable(name, outcome, heads)
 
 
-def _usable(name: str, outcome: Outcome) -> AttentionBackend:
-    packing = _packing(outcome.actual)
+def _is_known(name: str) -> bool:
+    """Whether transformers has the implementation itself, as it has `paged|sdpa`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return name.removeprefix("paged|") in ALL_ATTENTION_FUNCTIONS.valid_keys()
+
+
+def _usable(name: str, outcome: Outcome, heads: Heads) -> AttentionBackend:
+    packing = packing_of(outcome.actual)
     if packing == UNKNOWN and "flash" in outcome.actual:  # transformers gives those the documents' borders
         packing = VARIABLE
     reason = WORKED
     if outcome.actual != name:
         reason += f", as `{outcome.actual}`"
+    if outcome.revision is not None:
+        reason += ", from a folder here" if outcome.revision == LOCAL else f", revision {outcome.revision[:12]}"
     if not outcome.apart:
-        packing = UNKNOWN
+        packing = CONTAMINATES
         reason += ", which it does not keep apart"
-    return AttentionBackend(name=name, usable=True, packing=packing, reason=reason)
+    tokens = sum(TIMED_TOKENS[heads.size])
+    took = f"{outcome.milliseconds:.2f} ms" if outcome.milliseconds is not None else f"no time ({outcome.untimed})"
+    reason += f"; {took} for {tokens:,} tokens; logits {outcome.error or 0.0:.1e} off sdpa's in float32"
+    return AttentionBackend(
+        name=name,
+        usable=True,
+        packing=packing,
+        reason=reason,
+        milliseconds=outcome.milliseconds,
+        error=outcome.error,
+        revision=outcome.revision,
+    )
 
 
-def _rejected(name: str, reason: str) -> AttentionBackend:
-    return AttentionBackend(name=name, usable=False, packing=_packing(name), reason=reason)
-
-
-def _packing(name: str) -> str:
-    if name in NATIVE:
-        return DENSE
-    return VARIABLE if name in PACKAGES or _repository(name) in HUB_KERNELS else UNKNOWN
-
-
-def _repository(name: str) -> str:
-    """`org/repo` of a hub kernel's name, `org/repo[@revision][:function]`."""
-    return name.partition(":")[0].partition("@")[0]
+def _rejected(name: str, outcome: Outcome) -> AttentionBackend:
+    return AttentionBackend(
+        name=name, usable=False, packing=packing_of(name), reason=outcome.failure or "", error=outcome.error
+    )
 
 
 def _model_refuses(name: str, architecture: Any) -> str | None:
@@ -183,51 +196,27 @@ def _flex_refuses(device: str) -> str | None:
 
 
 def _package_refuses(name: str, backend: Backend, *, as_asked: bool) -> str | None:
-    distribution, stand_in = PACKAGES[name]
+    package = PACKAGES[name]
     if backend not in ("cuda", "rocm"):
         return "needs a CUDA GPU"
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+    installed = installed_version(package.distribution)
+    if installed is None:
         if as_asked:
-            return _hub_refuses(stand_in, backend)
-        return f"the package `{distribution}` is not installed; `{stand_in}` is the same from the hub"
-    return None
+            return hub_refuses(package.stand_in, backend)
+        return f"the package `{package.distribution}` is not installed; `{package.stand_in}` is the same from the hub"
+    return package_refuses(name, installed) or _too_weak(package.distribution, package.capability, backend)
 
 
-def _hub_refuses(name: str, backend: Backend) -> str | None:
-    from transformers.utils import is_kernels_available
-
-    if not is_kernels_available():  # out of transformers' range counts as missing
-        try:
-            installed = importlib.metadata.version("kernels")
-        except importlib.metadata.PackageNotFoundError:
-            return "`kernels` is not installed"
-        return f"the installed transformers does not take kernels {installed}"
-    repository = _repository(name)
-    if repository in _local_kernels():
-        return None
-    if backend != "cuda" and repository in (*HUB_KERNELS, *(stand_in for _, stand_in in PACKAGES.values())):
-        return "needs a CUDA GPU"
-    return _no_build(name)
-
-
-def _local_kernels() -> Iterable[str]:
-    """Repositories that `LOCAL_KERNELS` maps to folders: `org/repo=/folder:org/other=/folder`."""
-    return [entry.partition("=")[0] for entry in os.environ.get("LOCAL_KERNELS", "").split(":")]
-
-
-def _no_build(name: str) -> str | None:
-    """Why the hub has no build of a kernel for this torch and this GPU; only its metadata is fetched."""
+def _too_weak(distribution: str, needed: tuple[int, int], backend: Backend) -> str | None:
+    """transformers 5.22.2 asks for the capability only where the package is missing (`modeling_utils.py`,
+    `_flash_attn_import_error`); with it, the first step of a training would fail."""
     import torch
-    from kernels import has_kernel
-    from transformers.integrations.hub_kernels import get_attn_kernel_version
 
-    repository = _repository(name)
-    _, _, revision = name.partition(":")[0].partition("@")
-    which = {"revision": revision} if revision else {"version": get_attn_kernel_version(repository)}
-    try:
-        built = has_kernel(repository, **which)
-    except Exception as error:  # the network, the cache, an untrusted publisher: kernels 0.17 has no error of its own
-        return f"could not be looked up: {first_line(error)}"
-    return None if built else f"no build for torch {torch.__version__} and this device"
+    if backend != "cuda":
+        return None
+    found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    weakest = min(found, default=needed)
+    if weakest >= needed:
+        return None
+    wanted, here = (f"{major}.{minor}" for major, minor in (needed, weakest))
+    return f"`{distribution}` needs compute capability {wanted} or newer, and this is {here}"

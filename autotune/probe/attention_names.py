@@ -61,18 +61,21 @@ def is_kernel(name: str) -> bool:
 
 def repository(name: str) -> str:
     """`org/repo` of a hub kernel's name."""
-    return name.partition(":")[0].partition("@")[0].strip()
+    return _plain(name).partition(":")[0].partition("@")[0].strip()
 
 
 def revision(name: str) -> str | None:
     """What a hub kernel's name pins after `@`, None where it pins nothing."""
-    return name.partition(":")[0].partition("@")[2].strip() or None
+    return _plain(name).partition(":")[0].partition("@")[2].strip() or None
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("paged|")  # for generation; transformers trains with what stands behind it
 
 
 def malformed(name: str) -> str | None:
     """Why a name can stand for no kernel of the hub, with the forms that can; None for one that can."""
-    kernel = name.removeprefix("paged|")
-    if is_kernel(kernel) and _REPOSITORY.fullmatch(repository(kernel)):
+    if is_kernel(_plain(name)) and _REPOSITORY.fullmatch(repository(name)):
         return None
     native = ", ".join(f"`{one}`" for one in (*NATIVE, *PACKAGES))
     return f"is neither one of {native} nor the name of a kernel's repository, {FORMS}"
@@ -84,7 +87,7 @@ def packing_of(name: str) -> str:
     sdpa, eager and flex get a mask with the documents' borders (transformers 5.22.2, `masking_utils.py`,
     `find_packed_sequence_indices`), flash kernels the borders themselves.
     """
-    if name in NATIVE:
+    if _plain(name) in NATIVE:
         return DENSE
     known = name in PACKAGES or repository(name) in HUB_KERNELS
     return VARIABLE if known and repository(name) != GENERATION_ONLY else UNKNOWN

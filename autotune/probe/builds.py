@@ -27,6 +27,7 @@ from autotune.probe.versions import known_kernels_bounds
 Capability = tuple[int, int]
 
 TRITON_CAPABILITY = (7, 0)  # torch 2.13, `_inductor/scheduler.py`, GPUTooOldForTriton
+GENERATES = "it is for generation and has no backward"
 FLASH_ATTENTION_4_NEEDS = "`einops`, `apache-tvm-ffi` and `nvidia-cutlass-dsl`"
 
 
@@ -127,7 +128,7 @@ def package_refuses(name: str, installed: str) -> str | None:
 def _hub(name: str, machine: Machine) -> tuple[bool, str]:
     kernel = repository(name)
     if kernel == GENERATION_ONLY:
-        return False, "it is for generation and has no backward"
+        return False, GENERATES
     if machine.backend != "cuda":
         if machine.backend in OTHER_DEVICES.get(kernel, ()):
             return False, f"not known on {machine.backend}, where it has builds"
