@@ -75,7 +75,9 @@ class Refusals:
     def named_hint(self, message: str) -> str:
         if "bf16/gpu" in message:
             return "there is no GPU here: write `use_cpu: true`"
-        words = dict.fromkeys(word for word in re.findall(r"\w+", message) if "_" in word or word in ("bf16", "fp16"))
+        words = dict.fromkeys(
+            word for word in re.findall(r"\w+", message) if "_" in word or word in ("bf16", "fp16", "tf32")
+        )
         named = [f"`{word}`" for word in words if word in self.actions]
         return f"change {' or '.join(named)}" if named else self.help_hint()
 

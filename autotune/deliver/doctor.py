@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from autotune.deliver.wording import HUB, attention_out
 from autotune.probe.builds import kernels_pair_refuses
 from autotune.probe.gpus import Gpu
 from autotune.probe.machine import GIB, AttentionBackend, Machine
@@ -78,16 +79,24 @@ def _gpus(machine: Machine) -> list[Row]:
     if not machine.gpus:
         none = "none that torch can use" if machine.backend == "cpu" else f"{machine.backend}, not looked at closer"
         return [("GPU", none)]
-    return [(f"GPU {gpu.index}", "; ".join(_gpu(gpu, _said(machine, "gpu_memory")))) for gpu in machine.gpus]
+    alike: dict[str, list[int]] = {}
+    for gpu in machine.gpus:
+        alike.setdefault("; ".join(_gpu(gpu, machine)), []).append(gpu.index)
+    return [
+        (f"GPU {_ranges(sorted(set(indices)))}", f"{len(indices)}x {text}" if len(indices) > 1 else text)
+        for text, indices in alike.items()
+    ]
 
 
-def _gpu(gpu: Gpu, said: str) -> Iterator[str]:
+def _gpu(gpu: Gpu, machine: Machine) -> Iterator[str]:
     name = gpu.name if gpu.mig is None or gpu.mig in gpu.name else f"{gpu.name}, MIG slice {gpu.mig}"
+    said = _said(machine, "gpu_memory")
     yield f"{name}, {gpu.free_bytes / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB free{said}"
     capability = gpu.compute_capability
     yield f"compute capability {capability[0]}.{capability[1]}" if capability else "compute capability not told"
     if gpu.linked_to:
-        yield f"NVLink to {_ranges(gpu.linked_to)}"
+        others = {other.index for other in machine.gpus} - {gpu.index}
+        yield f"NVLink to {'every other' if set(gpu.linked_to) == others else _ranges(gpu.linked_to)}"
     if gpu.busy_processes is None:
         yield "who else is on it is not told"
     elif gpu.busy_processes:
@@ -121,41 +130,38 @@ def _driver(machine: Machine) -> str:
     cuda, torch_cuda = machine.cuda_driver, machine.versions.get("torch_cuda")
     driver = machine.driver or "version not told"
     if cuda is not None:
-        driver += f" runs CUDA up to {cuda[0]}.{cuda[1]}"
+        driver += f", runs CUDA up to {cuda[0]}.{cuda[1]}"
     if torch_cuda is None:
         return f"{driver}; torch is not built for CUDA" if machine.backend == "cpu" else driver
-    built = f"{driver}; torch is built for CUDA {torch_cuda}"
+    built = f"{driver}; torch is built for {torch_cuda}"
     major = torch_cuda.partition(".")[0]
     if cuda is None or not major.isdecimal():
         return built
     # a driver runs any CUDA of its own major version or an older one (CUDA's minor version compatibility)
-    return f"{built}, which {'it runs' if cuda[0] >= int(major) else 'it does not run'}"
+    return f"{built}: {'they fit' if cuda[0] >= int(major) else 'the driver is too old for it'}"
 
 
 def _attention(backends: Sequence[AttentionBackend]) -> list[Row]:
-    usable = [("", f"+ {_usable(one)}") for one in backends if one.usable]
-    reasons: dict[str, list[str]] = {}
-    for one in backends:
-        if not one.usable:
-            reasons.setdefault(one.reason.removeprefix("expected: "), []).append(
-                one.name.removeprefix("kernels-community/")
-            )
-    out = [("", f"- {', '.join(names)}: {reason}") for reason, names in reasons.items()]
     if not backends:
         return [("attention", "not looked at")]
-    expected = "expected, not tried" if any(one.expected for one in backends) else "tried forward and backward"
-    return [("attention", f"{expected}; + usable, - not"), *usable, *out]
+    how = "expected, not tried" if any(one.expected for one in backends) else "tried forward and backward"
+    hub = f"; hub kernels are in {HUB}" if any(one.name.startswith(HUB) for one in backends) else ""
+    usable: dict[str, list[str]] = {}
+    for one in backends:
+        if one.usable:
+            usable.setdefault(one.packing, []).append(_measured(one))
+    works = [f"{packing}: {', '.join(names)}" for packing, names in usable.items()] or ["none"]
+    out = [f"{', '.join(names)}: {reason}" for names, reason in attention_out(backends)]
+    return [
+        ("attention", f"{how}{hub}"),
+        *(("  usable" if number == 0 else "", text) for number, text in enumerate(works)),
+        *(("  not" if number == 0 else "", text) for number, text in enumerate(out)),
+    ]
 
 
-def _usable(one: AttentionBackend) -> str:
-    facts = [f"packed documents: {one.packing}"]
-    if one.milliseconds is not None:
-        facts.append(f"{one.milliseconds:.3g} ms")
-    if one.error is not None:
-        facts.append(f"off by {one.error:.1g}")
-    if one.revision is not None:
-        facts.append(f"revision {one.revision[:12]}")
-    return f"{one.name} ({'; '.join(facts)})"
+def _measured(one: AttentionBackend) -> str:
+    milliseconds = f" {one.milliseconds:.3g} ms" if one.milliseconds is not None else ""
+    return one.name.removeprefix(HUB) + milliseconds
 
 
 def _layer_kernels(machine: Machine) -> list[Row]:
@@ -171,11 +177,10 @@ def _versions(machine: Machine) -> list[Row]:
     there = "  ".join(f"{name} {version}" for name, version in versions.items() if version and name != "torch_cuda")
     missing = ", ".join(name for name, version in versions.items() if version is None and name != "torch_cuda")
     refused = kernels_pair_refuses(versions)
-    pair = f"transformers {versions.get('transformers')} and kernels {versions.get('kernels')} fit together"
     return [
         ("versions", there or "not told"),
         *([("", f"not installed: {missing}")] if missing else []),
-        ("", refused or pair),
+        ("", refused or "transformers and kernels fit together"),
     ]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from autotune.plan.data import Data
 from autotune.plan.lengths_report import LengthsReport, percentiles, to_builtins
 from autotune.plan.space import Space
 from autotune.probe.facts import Fact
-from autotune.probe.machine import AMPERE, Machine
+from autotune.probe.machine import AMPERE, AttentionBackend, Machine
 from autotune.search.statistics import Estimate
+
+HUB = "kernels-community/"  # where the kernels come from that are named without a place
+QUOTED = re.compile(r"`[^`]+`")
 
 
 def seconds(value: float) -> str:
@@ -80,8 +84,10 @@ def precision(job: Job, machine: Machine) -> Fact:
         return Fact(value, added)
     if any(name in job.options for name in ("bf16", "fp16")):
         return Fact(value, "as your job has it")
-    suits = value == machine.precision.value
-    return Fact(value, "TRL's default" + (f", and {machine.precision.reason}" if suits else ""))
+    if value != machine.precision.value:
+        return Fact(value, "TRL's default")
+    told = "TRL's default" in machine.precision.reason  # where the precision is not probed
+    return Fact(value, machine.precision.reason if told else f"TRL's default, and {machine.precision.reason}")
 
 
 def precision_notes(job: Job, machine: Machine) -> list[str]:
@@ -116,15 +122,23 @@ def what_if_line(file: Path | None) -> str:
 def kernels_line(machine: Machine) -> str:
     """Which attention backends can be used, and why the others cannot."""
     usable = [f"{one.name} ({one.packing})" for one in machine.attention if one.usable]
-    reasons: dict[str, list[str]] = {}
-    for one in machine.attention:
-        if not one.usable:
-            reasons.setdefault(one.reason.removeprefix("expected: "), []).append(
-                one.name.removeprefix("kernels-community/")
-            )
-    out = "; ".join(_out(names, reason) for reason, names in reasons.items())
+    out = "; ".join(_out(names, reason) for names, reason in attention_out(machine.attention))
     expected = "expected: " if machine.what_if else ""
     return expected + "  ".join(usable) + (f"   not {out}" if out else "")
+
+
+def attention_out(backends: Iterable[AttentionBackend]) -> list[tuple[list[str], str]]:
+    """The backends that cannot be used, by their reason; one that names another thing of each is told without it."""
+    alike: dict[str, list[AttentionBackend]] = {}
+    for one in backends:
+        if not one.usable:
+            alike.setdefault(QUOTED.sub("`...`", one.reason), []).append(one)
+    found = []
+    for same, group in alike.items():
+        reason = group[0].reason if len({one.reason for one in group}) == 1 else same
+        names = [one.name.removeprefix(HUB) for one in group]
+        found.append((names, reason.removeprefix("expected: ")))
+    return found
 
 
 def _out(names: list[str], reason: str) -> str:
