@@ -118,10 +118,12 @@ def list_cards(nvml: Any) -> tuple[list[Card], list[Problem]]:
 
 
 def no_answer(index: int, error: Exception) -> Problem:
-    return Problem(
-        what=f"GPU {index} does not answer: {error}",
-        hint="see `nvidia-smi` and the kernel's log; the GPU may need a reset or a restart of the machine",
-    )
+    hints = {
+        "NVMLError_NoPermission": f"see who owns `/dev/nvidia{index}`, and which GPUs the scheduler gave this job",
+        "NVMLError_InsufficientPower": "its power cable may be missing or loose",
+    }
+    lost = "see `nvidia-smi` and the kernel's log; the GPU may need a reset or a restart of the machine"
+    return Problem(what=f"GPU {index} does not answer: {error}", hint=hints.get(type(error).__name__, lost))
 
 
 def _card(nvml: Any, index: int) -> Card:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,8 +16,9 @@ import pytest
 from autotune.probe.gpus import NvmlReport
 from autotune.probe.machine import Machine
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, GPU_IS_LOST, VERSION_MISMATCH, UNKNOWN = 3, 4, 9, 15, 18, 999
+INSUFFICIENT_POWER = 8
 REPOSITORY = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 
@@ -63,6 +65,9 @@ L4 = FakeGpu("NVIDIA L4", "8.9", 23 * GIB, cores=7424, clock=2040)
 GB10 = FakeGpu("NVIDIA GB10", "12.1", errors={"memory": NOT_SUPPORTED, "mig": NOT_SUPPORTED})
 
 
+MIG_A100 = FakeGpu(slices=(FakeSlice("3g.40gb", 40 * GIB), FakeSlice("2g.20gb", 20 * GIB)))
+
+
 class FakeMachine(msgspec.Struct, frozen=True):
     """What NVML answers as a whole: `init` is the error that it starts with."""
 
@@ -81,6 +86,18 @@ class FakeMachine(msgspec.Struct, frozen=True):
         for index, gpu in enumerate(self.gpus):
             lines += _gpu_lines(index, gpu, len(self.gpus))
         return lines
+
+
+def but(gpu: FakeGpu, **changes: object) -> FakeGpu:
+    return msgspec.structs.replace(gpu, **changes)
+
+
+def indices(report: NvmlReport) -> list[int]:
+    return [gpu.index for gpu in report.gpus]
+
+
+def whats(report: NvmlReport) -> str:
+    return "\n".join(problem.what for problem in report.problems)
 
 
 def uuid_of(index: int) -> str:
@@ -154,7 +171,9 @@ class Laboratory(msgspec.Struct, frozen=True):
         library = self.old_library if old_driver else self.library
         return {**here, "LD_LIBRARY_PATH": str(library), "FAKE_NVML": str(description)}
 
-    def run(self, code: str, machine: FakeMachine, *, old_driver: bool = False, **environment: str) -> str:
+    def run(
+        self, code: str, machine: FakeMachine, *, old_driver: bool = False, environment: Mapping[str, str] = {}
+    ) -> str:
         """What Python code prints on such a machine."""
         answer = subprocess.run(
             [sys.executable, "-c", code],
@@ -167,17 +186,24 @@ class Laboratory(msgspec.Struct, frozen=True):
         assert answer.returncode == 0, answer.stderr
         return answer.stdout
 
-    def report(self, *gpus: FakeGpu, old_driver: bool = False, **environment: str) -> NvmlReport:
+    def report(self, *gpus: FakeGpu, old_driver: bool = False, environment: Mapping[str, str] = {}) -> NvmlReport:
         """What the probe finds on a machine with 64 GiB of RAM, half of them free."""
-        return self.report_of(FakeMachine(gpus), old_driver=old_driver, **environment)
+        return self.report_of(FakeMachine(gpus), old_driver=old_driver, environment=environment)
 
-    def report_of(self, machine: FakeMachine, *, old_driver: bool = False, **environment: str) -> NvmlReport:
-        answer = self.run(REPORT, machine, old_driver=old_driver, **environment)
+    def report_of(
+        self, machine: FakeMachine, *, old_driver: bool = False, environment: Mapping[str, str] = {}
+    ) -> NvmlReport:
+        answer = self.run(REPORT, machine, old_driver=old_driver, environment=environment)
         return msgspec.json.decode(answer, type=NvmlReport)
 
-    def machine(self, *gpus: FakeGpu, torch_cuda: str | None = "13.0", **environment: str) -> Machine:
+    def machine(self, *gpus: FakeGpu, torch_cuda: str | None = "13.0", environment: Mapping[str, str] = {}) -> Machine:
         """The whole probe with a torch that is built for CUDA, or for the CPU."""
-        answer = self.run(WHOLE, FakeMachine(gpus), old_driver=False, **{"TORCH_CUDA": torch_cuda or "", **environment})
+        return self.machine_of(FakeMachine(gpus), torch_cuda=torch_cuda, environment=environment)
+
+    def machine_of(
+        self, machine: FakeMachine, *, torch_cuda: str | None = "13.0", environment: Mapping[str, str] = {}
+    ) -> Machine:
+        answer = self.run(WHOLE, machine, environment={"TORCH_CUDA": torch_cuda or "", **environment})
         return msgspec.json.decode(answer, type=Machine)
 
 
