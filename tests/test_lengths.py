@@ -158,17 +158,6 @@ def test_a_folder_named_by_dataset_name_is_read_as_trl_reads_it(
     assert measure_lengths(job, folder=tmp_path, children=children).rows == 60
 
 
-def test_a_random_sample_of_a_large_data_set_is_measured(children: Children, model: Path, tmp_path: Path) -> None:
-    rows = [{"input_ids": [5] * (number % 50 + 1), "labels": [5] * (number % 50 + 1)} for number in range(21_000)]
-    seen: list[tuple[int, int]] = []
-    job = job_of(model, rows, tmp_path)
-    lengths = measure_lengths(job, folder=tmp_path, children=children, progress=lambda *state: seen.append(state))
-    assert lengths.rows == 21_000
-    assert lengths.rows_measured == 20_000
-    assert list(lengths.row_numbers) == sorted(set(lengths.row_numbers))
-    assert all(tokens == number % 50 + 1 for number, tokens in zip(lengths.row_numbers, lengths.tokens, strict=True))
-
-
 def test_progress_is_told_in_rows(children: Children, model: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     job = job_of(model, FORMATS["messages"] * 20, tmp_path)

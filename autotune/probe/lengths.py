@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
-import random
 import re
-import time
+import tempfile
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+
+from autotune.probe import lengths_file
+from autotune.probe.formats import Method
 
 if TYPE_CHECKING:
     from autotune.children import Children
 
-# Above this many rows a random sample of them is measured: TRL's preparation does 1200 to 2200 rows a second on a core
-MEASURED_ROWS = 20_000
 DEADLINE_SECONDS = 3600.0  # a first load may have to download the data
 
 # The bar that `datasets` draws while TRL tokenizes, in the child's log
-PROGRESS = re.compile(r"Tokenizing train dataset[^|]*\|[^|]*\| (\d+)/(\d+) ")
+PROGRESS = re.compile(r"Tokenizing \w+ dataset[^|]*\|[^|]*\| (\d+)/(\d+) ")
 
 
 # The options that the data and its tokens depend on
@@ -45,26 +46,43 @@ READ_OPTIONS = (
     "dataset_num_proc",
     "assistant_only_loss",
     "completion_only_loss",
+    "chat_template_kwargs",
 )
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     """Every row's length before truncation, in the data's order, and where its loss tokens lie.
 
-    `tokens[i]` is row i's length, `first_loss[i]` and `last_loss[i]` the positions of its first and last token that
-    bears loss (-1 where none does), `loss_tokens[i]` their number.
+    `tokens[i]` is row i's length. In SFT `first_loss[i]` and `last_loss[i]` are the positions of its first and last
+    token that bears loss (-1 where none does), `loss_tokens[i]` their number. In other methods these are empty and
+    `tokens[i]` is what the row's sequences hold together:
+
+    * dpo: prompt and chosen, prompt and rejected: 2 `prompt_tokens` + `chosen_tokens` + `rejected_tokens`
+    * reward: `chosen_tokens` + `rejected_tokens`, each with its prompt
+    * kto: `prompt_tokens` + `completion_tokens`; a pair is two rows, in the order that TRL unpairs them
+    * grpo, rloo, online_dpo: `prompt_tokens`; what is generated is not known
     """
 
-    rows: int  # of the data
+    rows: int  # of the data; in kto a pair counts as the two rows that TRL makes of it
     tokens: tuple[int, ...]  # of the rows measured
-    first_loss: tuple[int, ...]
-    last_loss: tuple[int, ...]
-    loss_tokens: tuple[int, ...]
+    first_loss: tuple[int, ...] = ()
+    last_loss: tuple[int, ...] = ()
+    loss_tokens: tuple[int, ...] = ()
     format: str  # text | prompt-completion | messages | ...
     columns: tuple[str, ...]
     seconds: float
     row_numbers: tuple[int, ...] = ()  # in the data, from 0, of the rows measured; empty when all were
     rows_known: bool = True  # False: a stream, of which the first rows were read; `rows` counts those
+    method: Method = "sft"
+    prompt_tokens: tuple[int, ...] = ()
+    chosen_tokens: tuple[int, ...] = ()
+    rejected_tokens: tuple[int, ...] = ()
+    completion_tokens: tuple[int, ...] = ()
+    desirable: tuple[int, ...] = ()  # kto: 1 where the label is true
+    text_bytes: tuple[int, ...] = ()  # of the rows measured, where they are a sample: it was drawn by these
+    by: Literal["batched", "TRL"] = "TRL"  # which preparation: ours in batches, which gives the same, or TRL's own
+    by_reason: str = ""
+    cached: bool = False  # read from an earlier look at the same data
 
     @property
     def rows_measured(self) -> int:
@@ -82,30 +100,66 @@ def measure_lengths(
     folder: Path,
     children: Children,
     progress: Callable[[int, int], None] | None = None,
+    method: Method = "sft",
+    all_rows: bool = False,
+    cache: Path | None = None,
 ) -> Lengths:
-    """Measure the training rows of a job, by TRL's own preparation in a child.
+    """Measure the training rows of a job in a child, with the result of TRL's own preparation.
 
     `job_resolved` holds every field of TRL's dataclasses, `folder` is where its relative paths mean what they meant,
-    `progress` is told rows done and rows in all. Up to 20,000 rows all are measured, else a random sample. Raises
-    AutotuneError where the data, the tokenizer or one row cannot be used, ChildError where the child dies.
+    `progress` is told rows done and rows in all. Up to 200,000 rows all are measured (20,000 where only TRL's own
+    preparation will do), else a sample that `autotune.probe.intervals` gives the intervals of; `all_rows` measures
+    them all. `cache` is a folder in which lengths are kept for the next look at the same data. Raises AutotuneError
+    where the data, the tokenizer or one row cannot be used, ChildError where the child dies.
     """
     told = (0, 0)
 
     def tell(child_folder: Path) -> None:
         nonlocal told
-        state = _progress(child_folder / "output.log")
+        state = _progress(child_folder)
         if progress is not None and state is not None and state != told:
             told = state
             progress(*state)
 
-    reply = children.call(
-        "autotune.probe.lengths:measure",
-        {"job": _plain(job_resolved)},
-        deadline_seconds=DEADLINE_SECONDS,
-        working_folder=folder,
-        while_waiting=tell,
-    )
-    return msgspec.convert(reply, Lengths)
+    with tempfile.TemporaryDirectory(prefix="trl-autotune-") as own:
+        into = Path(own, "lengths")
+        children.call(
+            "autotune.probe.measuring:measure",
+            {
+                "job": _plain(job_resolved),
+                "method": method,
+                "all_rows": all_rows,
+                "into": str(into),
+                "cache": None if cache is None else str(cache.absolute()),
+            },
+            deadline_seconds=DEADLINE_SECONDS,
+            working_folder=folder,
+            while_waiting=tell,
+        )
+        facts, counts = lengths_file.read(into)
+    objects: dict[int, int] = {}
+    return msgspec.convert({**facts, **{name: _shared(values, objects) for name, values in counts.items()}}, Lengths)
+
+
+def dropped_places(lengths: Lengths, max_length: int | None, truncation_mode: str = "keep_start") -> tuple[int, ...]:
+    """Places of the rows of preferences that TRL leaves out of the training at this `max_length`.
+
+    DPO and KTO drop a row whose prompt fills `max_length` (DPO not with `keep_end`), the reward trainer one of whose
+    two sequences is longer (TRL 1.16, each trainer's `_prepare_dataset`). Online methods drop none; what SFT drops
+    says `autotune.plan.padding.truncate`.
+    """
+    if max_length is None:
+        return ()
+    match lengths.method:
+        case "dpo" if truncation_mode == "keep_end":
+            return ()
+        case "dpo" | "kto":
+            return tuple(place for place, tokens in enumerate(lengths.prompt_tokens) if tokens >= max_length)
+        case "reward":
+            pairs = zip(lengths.chosen_tokens, lengths.rejected_tokens, strict=True)
+            return tuple(place for place, pair in enumerate(pairs) if max(pair) > max_length)
+        case _:
+            return ()
 
 
 def sample_rows(
@@ -116,7 +170,7 @@ def sample_rows(
     The rows are as the data has them, so that TRL's own preparation can run on the file.
     """
     children.call(
-        "autotune.probe.lengths:write_sample",
+        "autotune.probe.row_sample:write",
         {"job": _plain(job_resolved), "row_numbers": list(row_numbers), "path": str(path.absolute())},
         deadline_seconds=DEADLINE_SECONDS,
         working_folder=folder,
@@ -128,69 +182,20 @@ def _plain(job_resolved: Mapping[str, Any]) -> dict[str, Any]:
     return {name: job_resolved[name] for name in READ_OPTIONS if job_resolved.get(name) is not None}
 
 
-def _progress(log: Path) -> tuple[int, int] | None:
+def _progress(child_folder: Path) -> tuple[int, int] | None:
+    """Rows done and rows in all: of TRL's bar where there is one, which is drawn when batches did not do."""
     try:
-        with log.open("rb") as file:
+        with (child_folder / "output.log").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4000))
-            tail = file.read().decode(errors="replace")
-    except OSError:
+            found = PROGRESS.findall(file.read().decode(errors="replace"))
+        if found:
+            return int(found[-1][0]), int(found[-1][1])
+        done, rows = (child_folder / "progress").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
         return None
-    found = PROGRESS.findall(tail)
-    return (int(found[-1][0]), int(found[-1][1])) if found else None
+    return int(done), int(rows)
 
 
-# ---- what follows runs in a child
-
-
-def measure(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The child's side of `measure_lengths`: the fields of `Lengths`."""
-    from autotune.probe import preparation, tokenizer, training_data
-
-    started = time.monotonic()
-    _need_no_gpu()
-    job = request["job"]
-    data, rows_known = training_data.load(job, folder)
-    data_format = training_data.format_of(data[0], job.get("dataset_text_field") or "text")
-    rows = len(data)
-    row_numbers: list[int] = []
-    if rows > MEASURED_ROWS:
-        row_numbers = sorted(random.Random(0).sample(range(rows), MEASURED_ROWS))
-        data = data.select(row_numbers)
-    rows_ready = preparation.prepared(job, data, data_format, tokenizer.load(job), row_numbers)
-    return {
-        "rows": rows,
-        "format": data_format,
-        "columns": data.column_names,
-        "row_numbers": row_numbers,
-        "rows_known": rows_known,
-        **preparation.counted(rows_ready),
-        "seconds": time.monotonic() - started,
-    }
-
-
-def write_sample(request: Mapping[str, Any], folder: Path) -> int:
-    """The child's side of `sample_rows`: the number of rows written."""
-    import datasets
-
-    from autotune.probe import training_data
-
-    _need_no_gpu()
-    data, _ = training_data.load(request["job"], folder)
-    # row by row: `Dataset.select` cannot reorder a column of mixed JSON (datasets 5.2, pyarrow 26)
-    rows = [data[number] for number in request["row_numbers"]]
-    sample = datasets.Dataset.from_list(rows, features=data.features)
-    path = Path(request["path"])
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            sample.to_parquet(file)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return len(rows)
-
-
-def _need_no_gpu() -> None:
-    """Keep accelerate from opening a GPU context, and tokenizers from threads that TRL's row by row use cannot feed."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def _shared(values: array[int], objects: dict[int, int]) -> tuple[int, ...]:
+    """As a tuple in which equal numbers are one object, kept in `objects`: 8 bytes a row instead of 40."""
+    return tuple(objects.setdefault(value, value) for value in values)

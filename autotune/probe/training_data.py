@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autotune.errors import AutotuneError, NotYetError
+from autotune.errors import AutotuneError
 
 # The loaders of `datasets` for files, by what the file's name ends in
 LOADERS = {
@@ -26,10 +26,6 @@ STREAMED_ROWS = 20_000
 # Local data up to this size is converted into a folder that goes with the child. Above it the user's own cache is used,
 # as the training would: a second copy would cost minutes and a disk that may not have the room.
 PRIVATE_BYTES = 512 * 2**20
-WANTED = (
-    "SFT reads `text` (or the column named by `dataset_text_field`), `messages`, `prompt` with `completion`, "
-    "`conversations` of from/value pairs, or `input_ids`"
-)
 
 
 class TrainingData(NamedTuple):
@@ -82,40 +78,6 @@ def load(job: Mapping[str, Any], scratch: Path) -> TrainingData:
     if count == 0:
         raise _no_rows(job)
     return TrainingData(rows, rows_known)
-
-
-def format_of(row: Mapping[str, Any], text_field: str) -> str:
-    """What kind of data this is, by TRL's rules. Raises AutotuneError where SFT has no use for it."""
-    if "image" in row or "images" in row:
-        raise NotYetError(
-            "the data has images, which cannot be tuned yet", hint="drop the image column, or tune a text job"
-        )
-    if "input_ids" in row:
-        return "input_ids"
-    if _pairs(row.get("conversations"), "from"):
-        return "conversations"
-    if "prompt" in row and "completion" in row:
-        return "conversational prompt-completion" if _pairs(row["prompt"], "role") else "prompt-completion"
-    if _pairs(row.get("messages"), "role"):
-        return "messages"
-    if text_field in row and "prompt" not in row:
-        return "text"
-    columns = ", ".join(f"`{column}`" for column in row)
-    hint = WANTED
-    if "chosen" in row:
-        hint = f"this is preference data: use `dpo` or `reward`. {WANTED}"
-    elif "prompt" in row:
-        hint = f"there is a `prompt` without a `completion`. {WANTED}"
-    elif "messages" in row:
-        hint = f"`messages` must be a list of objects with `role` and `content`. {WANTED}"
-    elif "conversations" in row:
-        hint = f"`conversations` must be a list of objects with `from` and `value`; with `role` and `content` call it \
-`messages`. {WANTED}"
-    raise AutotuneError(f"the data has no column that SFT can train on; it has {columns}", hint=hint)
-
-
-def _pairs(value: Any, key: str) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and key in value[0]
 
 
 def _read(job: Mapping[str, Any]) -> Any:
@@ -187,15 +149,25 @@ def _flat(files: Any) -> list[str]:
     return [name for part in files for name in _flat(part)]
 
 
-def _local_bytes(job: Mapping[str, Any]) -> float:
-    """How many bytes of local files the job reads; infinite where some of its data is not local."""
-    total = 0.0
+def local_files(job: Mapping[str, Any]) -> list[Path] | None:
+    """The files that the job reads, or None where some of its data is not local."""
+    found: list[Path] = []
     for path, files in _sources(job):
         if not files or not (path in LOADERS.values() or Path(path).is_dir()):
-            return float("inf")
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += Path(name).stat().st_size
+            return None
+        found += map(Path, files)
+    return found
+
+
+def _local_bytes(job: Mapping[str, Any]) -> float:
+    """How many bytes of local files the job reads; infinite where some of its data is not local."""
+    files = local_files(job)
+    if files is None:
+        return float("inf")
+    total = 0.0
+    for path in files:
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
     return total
 
 
