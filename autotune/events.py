@@ -30,7 +30,10 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind", omit_defaults=False):
 
 
 class Hello(Event, frozen=True, tag="hello"):
-    """A worker is up and the model is loaded: what was asked for and what is really there."""
+    """A worker is up and the model is loaded: what was asked for and what is really there.
+
+    `kernel_revision`: the commit of the hub kernel that runs, `local` for one in a folder, None where none does.
+    """
 
     protocol: int
     pid: int

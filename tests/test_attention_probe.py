@@ -12,14 +12,21 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from autotune.children import Children
 from autotune.errors import AutotuneError
+from autotune.plan.space import Arrangement, Candidate
 from autotune.probe.attention import WORKED, probe_attention
 from autotune.probe.attention_names import CONTAMINATES, FORMS, GENERATION_ONLY, HUB_KERNELS, PACKAGES
 from autotune.probe.attention_trial import LIMITS
 from autotune.probe.builds import GENERATES, package_refuses
 from autotune.probe.machine import AttentionBackend, Machine, probe_machine
+from autotune.search.gates import Gate, ran_as_asked
+from autotune.trial.result import TrialResult
+from autotune.trial.runner import Trial, TrialPlan
+from tests import tiny
+from tests.processes import eventually
 
 GROUPED = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64}
 
@@ -324,3 +331,80 @@ def test_the_heads_are_read_from_the_model(cpu: Machine, tmp_path: Path) -> None
     with kernel_of(tmp_path, before=raising) as children:
         found = probed(cpu, children, asked="mine/flash", model={"model": str(tmp_path / "model")})["mine/flash"]
     assert found.reason == "fails in forward: RuntimeError: heads 6 3 48"
+
+
+# --- in a trial ---------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_says_what_attention_ran_and_that_its_kernel_is_local(children: Children, tmp_path: Path) -> None:
+    write_kernel(tmp_path / "kernel")
+    model = tiny.make_model(tmp_path / "model")
+    tiny.write_rows(tmp_path / "rows.jsonl", [{"input_ids": [7] * 20} for _ in range(16)])
+    config = {
+        "model_name_or_path": str(model),
+        "datasets": [{"path": "json", "data_files": "rows.jsonl", "split": "train"}],
+        "output_dir": str(tmp_path / "output"),
+        "max_length": 64,
+        "packing": True,
+        "bf16": False,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "attn_implementation": "mine/flash",
+    }
+    plan = TrialPlan(
+        index=1,
+        purpose="speed",
+        label="one",
+        method="sft",
+        config=yaml.safe_dump(config),
+        working_folder=str(tmp_path),
+        datasets_cache=str(tmp_path / "cache"),
+        threads=1,
+        environment={"LOCAL_KERNELS": f"mine/flash={tmp_path / 'kernel'}"},
+        warm_up_steps=1,
+        passes=0,
+    )
+    trial = Trial(plan, tmp_path / "trial", children, target="autotune.trial.worker:run")
+    trial.start()
+
+    def ended() -> bool:
+        trial.poll()
+        return not trial.running
+
+    try:
+        assert eventually(ended, seconds=60)
+    finally:
+        trial.kill()
+    assert trial.result_outcome() == ("ok", None, None)
+    assert trial.hello is not None
+    assert (trial.hello.requested_attention, trial.hello.actual_attention) == ("mine/flash", "mine/flash")
+    assert trial.hello.kernel_revision == "local"
+
+
+ARRANGEMENT = Arrangement("padded", 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "actual", "revision", "passed", "detail"),
+    [
+        ("sdpa", "sdpa", None, True, "sdpa ran as asked"),
+        ("mine/flash", "mine/flash", "local", True, "mine/flash ran as asked, from a folder here"),
+        ("mine/flash", "mine/flash", COMMIT, True, "mine/flash ran as asked, revision 0123456789ab"),
+        ("mine/flash", "sdpa", None, False, "asked for mine/flash, and sdpa ran"),
+    ],
+)
+def test_the_gate_says_which_revision_of_a_kernel_ran(
+    asked: str, actual: str, revision: str | None, passed: bool, detail: str
+) -> None:
+    baseline = Candidate(ARRANGEMENT, "sdpa", checkpointing=True, workers=0)
+    result = TrialResult(
+        index=1,
+        purpose="confirm",
+        candidate=msgspec.structs.replace(baseline, attention=asked),
+        label="one",
+        outcome="ok",
+        actual_attention=actual,
+        kernel_revision=revision,
+    )
+    assert ran_as_asked(result, None, baseline) == Gate("kernel", passed, detail)

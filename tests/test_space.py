@@ -29,7 +29,7 @@ from autotune.plan.space import (
     Space,
 )
 from autotune.probe.lengths import Lengths
-from autotune.probe.machine import Machine
+from autotune.probe.machine import AttentionBackend, Machine
 from tests import parts, tiny
 
 Read = Callable[..., Job]
@@ -531,6 +531,37 @@ def test_attention_that_does_not_run_here_is_out_for_the_reason_that_was_probed(
         Choice("eager", "exact", "plain matrix products; packed rows: dense mask"),
     )
     assert axis.rejected == (Rejected("flash_attention_2", "no GPU here"),)
+
+
+MIXING = AttentionBackend("mine/flash", usable=True, packing="contaminates", reason="ran")
+
+
+def test_attention_that_mixes_documents_is_for_padded_rows_only(read: Read) -> None:
+    machine = msgspec.structs.replace(parts.cpu_machine(), attention=(parts.SDPA, MIXING))
+    space = space_of(read(JOBS["padded text, 8 x 1"]), machine=machine)
+    attentions = {(one.arrangement.name, one.attention) for one in space.candidates()}
+    assert {("bfd", "sdpa"), ("padded", "mine/flash"), ("batch_rebalance", "mine/flash")} <= attentions
+    assert ("bfd", "mine/flash") not in attentions
+    assert space.size == len(list(space.candidates()))
+    choice = space.axis("attention").choice("mine/flash")
+    assert choice == Choice("mine/flash", "exact", "ran; for padded rows: of packed ones it mixes the documents")
+
+
+def test_attention_that_mixes_documents_makes_packed_rows_changed(read: Read) -> None:
+    machine = msgspec.structs.replace(parts.cpu_machine(), attention=(parts.SDPA, MIXING))
+    space = space_of(read(JOBS["padded text, 8 x 1"]), machine=machine, allowed=CHANGED)
+    mixed = [one for one in space.candidates() if one.arrangement.packed and one.attention == "mine/flash"]
+    assert mixed
+    assert {space.grade(one) for one in mixed} == {"changed"}
+    assert space.size == len(list(space.candidates()))
+
+
+def test_attention_that_mixes_documents_is_out_where_a_row_holds_several(read: Read) -> None:
+    machine = msgspec.structs.replace(parts.cpu_machine(), attention=(parts.SDPA, MIXING))
+    space = space_of(read(JOBS["padding_free"]), machine=machine)
+    assert space.axis("attention").rejected == (
+        Rejected("mine/flash", "your job is `padding_free`, and it mixes the documents: ran"),
+    )
 
 
 def test_attention_is_the_one_that_takes_effect(read: Read) -> None:

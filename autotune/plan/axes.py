@@ -10,7 +10,10 @@ from autotune.plan.arrangements import arrangement_axis
 from autotune.plan.data import Data
 from autotune.plan.recipe import ATTENTION_DEFAULT, checkpointing_option
 from autotune.plan.space import Arrangement, Axis, Candidate, Choice, Grade, Rejected, Space
-from autotune.probe.machine import Machine
+from autotune.probe.attention_names import CONTAMINATES
+from autotune.probe.machine import AttentionBackend, Machine
+
+MIXES = "mixes the documents"
 
 
 def baseline_candidate(job: Job, machine: Machine) -> Candidate:
@@ -40,22 +43,42 @@ def build_space(job: Job, machine: Machine, data: Data, *, allowed: Collection[G
     baseline = baseline_candidate(job, machine)
     axes = [
         arrangement_axis(job, data, baseline.arrangement, allowed),
-        _attention(job, machine, baseline.attention),
+        _attention(job, machine, baseline.attention, allowed),
         _checkpointing(baseline.checkpointing),
         _workers(machine, baseline.workers),
     ]
     if baseline.threads is not None:
         axes.append(_threads(machine, baseline.threads))
-    return Space(baseline, tuple(axes), data.tokens_per_step(baseline.arrangement))
+    mixing = tuple(backend.name for backend in machine.attention if backend.usable and _mixes(backend))
+    return Space(
+        baseline,
+        tuple(axes),
+        data.tokens_per_step(baseline.arrangement),
+        mixing=mixing,
+        mixing_allowed="changed" in allowed,
+    )
 
 
-def _attention(job: Job, machine: Machine, base: str) -> Axis:
+def _mixes(backend: AttentionBackend) -> bool:
+    """Whether it lets the documents of a packed row see each other: that changes what is learnt."""
+    return backend.packing == CONTAMINATES
+
+
+def _attention(job: Job, machine: Machine, base: str, allowed: Collection[Grade]) -> Axis:
     choices = [Choice(base, "exact", "as your job has it")]
     rejected = []
+    # a padding-free job has the documents of a micro-batch in one row, whatever its arrangement
+    one_row = bool(job.resolved.get("padding_free")) and "changed" not in allowed
     for backend in machine.attention:
         if backend.name == base:
             continue
-        if backend.usable:
+        if backend.usable and _mixes(backend) and one_row:
+            rejected.append(Rejected(backend.name, f"your job is `padding_free`, and it {MIXES}: {backend.reason}"))
+        elif backend.usable and _mixes(backend):
+            choices.append(
+                Choice(backend.name, "exact", f"{backend.reason}; for padded rows: of packed ones it {MIXES}")
+            )
+        elif backend.usable:
             choices.append(Choice(backend.name, "exact", f"{backend.reason}; packed rows: {backend.packing}"))
         else:
             rejected.append(Rejected(backend.name, backend.reason))

@@ -7,6 +7,7 @@ Source of the rules: TRL 1.16 (`trl/trainer/sft_trainer.py`) and transformers 5.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
@@ -97,9 +98,14 @@ class Axis(msgspec.Struct, frozen=True):
 
 
 class Space(msgspec.Struct, frozen=True):
+    """`mixing`: attention backends that let the documents of a packed row see each other; the two together are grade
+    changed, and no candidate unless `mixing_allowed`."""
+
     baseline: Candidate
     axes: tuple[Axis, ...]
     tokens_per_step: float  # the baseline's mean of useful tokens per optimizer step
+    mixing: tuple[str, ...] = ()
+    mixing_allowed: bool = False
 
     def axis(self, name: str) -> Axis:
         return next(axis for axis in self.axes if axis.name == name)
@@ -107,20 +113,27 @@ class Space(msgspec.Struct, frozen=True):
     def grade(self, candidate: Candidate) -> Grade:
         """The candidate's grade: that of its least safe choice."""
         grades = [axis.choice(getattr(candidate, axis.name)).grade for axis in self.axes]
+        if self._mixes(candidate) and candidate != self.baseline:
+            grades.append("changed")
         return max(grades, key=GRADES.index)
 
     def candidates(self) -> Iterator[Candidate]:
         """Every candidate that may run, the baseline first."""
         names = [axis.name for axis in self.axes]
         for values in itertools.product(*([choice.value for choice in axis.choices] for axis in self.axes)):
-            yield msgspec.structs.replace(self.baseline, **dict(zip(names, values, strict=True)))
+            candidate = msgspec.structs.replace(self.baseline, **dict(zip(names, values, strict=True)))
+            if self.mixing_allowed or not self._mixes(candidate) or candidate == self.baseline:
+                yield candidate
+
+    def _mixes(self, candidate: Candidate) -> bool:
+        # documents of `wrapped` rows see each other with every backend
+        return candidate.arrangement.name in ("bfd", "bfd_split") and candidate.attention in self.mixing
 
     @property
     def size(self) -> int:
-        size = 1
-        for axis in self.axes:
-            size *= len(axis.choices)
-        return size
+        if self.mixing and not self.mixing_allowed:
+            return sum(1 for _ in self.candidates())
+        return math.prod(len(axis.choices) for axis in self.axes)
 
 
 def offered(choices: Collection[Choice], *, allowed: Collection[Grade]) -> tuple[list[Choice], list[Rejected]]:

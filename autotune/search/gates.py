@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from autotune.children import ChildError
+from autotune.kernel_revision import LOCAL
 from autotune.plan.space import Candidate
 from autotune.search.setting import Setting
 from autotune.trial.result import TrialResult
@@ -40,12 +41,20 @@ def ran_as_asked(result: TrialResult, reference: TrialResult | None, baseline: C
     ran that other one, and so must the candidate.
     """
     actual, asked = result.actual_attention, result.candidate.attention
+    at = _revision(result)
     if actual == asked:
-        return Gate("kernel", True, f"{asked} ran as asked")
+        return Gate("kernel", True, f"{asked} ran as asked{at}")
     as_yours = reference is not None and asked == baseline.attention and actual == reference.actual_attention
     if as_yours:
-        return Gate("kernel", True, f"{asked} ran as {actual}, as yours does")
-    return Gate("kernel", False, f"asked for {asked}, and {actual} ran")
+        return Gate("kernel", True, f"{asked} ran as {actual}, as yours does{at}")
+    return Gate("kernel", False, f"asked for {asked}, and {actual} ran{at}")
+
+
+def _revision(result: TrialResult) -> str:
+    """In words, which revision of a hub kernel ran; empty where none did."""
+    if result.kernel_revision is None:
+        return ""
+    return ", from a folder here" if result.kernel_revision == LOCAL else f", revision {result.kernel_revision[:12]}"
 
 
 def losses_agree(setting: Setting, candidate: Candidate, result: TrialResult, reference: TrialResult) -> Gate | None:

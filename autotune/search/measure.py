@@ -167,6 +167,7 @@ def conclude(setting: Setting, trial: Trial, candidate: Candidate, *, pruned: bo
         steps=len(trial.steps),
         finite_steps=sum(step.loss is not None and math.isfinite(step.loss) for step in trial.steps),
         actual_attention=trial.hello.actual_attention if trial.hello else None,
+        kernel_revision=trial.hello.kernel_revision if trial.hello else None,
         peak_bytes=trial.peak_bytes(),
         startup_seconds=trial.first_step_at - trial.started if trial.first_step_at is not None else None,
         step_seconds=sum(step.seconds for step in trial.steps),

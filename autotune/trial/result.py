@@ -68,6 +68,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     finite_steps: int = 0  # whose loss was a finite number
     actual_attention: str | None = None
+    kernel_revision: str | None = None  # the hub kernel's commit, or `local`
     peak_bytes: int | None = None
     others_cores: float = 0.0  # cores that other processes kept busy meanwhile
     startup_seconds: float | None = None  # child start to first optimizer step

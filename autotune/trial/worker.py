@@ -1,6 +1,7 @@
 """What a trial really does: TRL's own parser and `main`, timed. The only code that trains.
 
-Runs in a child. It imports nothing of this project but the events, so that what is timed is TRL and not the tuner.
+Runs in a child. It imports nothing of this project but the events and how a kernel's revision is found, so that what
+is timed is TRL and not the tuner.
 The trainer is TRL's own, with a callback that writes a line a step and stops the training; nothing is saved.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.events import PROTOCOL, EventWriter, Finished, Hello, Outcome, PassEnd, Phase, Step
+from autotune.kernel_revision import kernel_revision
 
 TURN_POLL_SECONDS = 0.1  # a trial that waits must not be felt by the one that runs
 
@@ -97,13 +99,15 @@ def timed(
         def __init__(self, *positional: Any, **named: Any) -> None:
             super().__init__(*positional, **named)
             init_kwargs = self.args.model_init_kwargs or {}
+            attention = getattr(self.model.config, "_attn_implementation", None)
             events.write(
                 Hello(
                     protocol=PROTOCOL,
                     pid=os.getpid(),
                     versions=_versions(),
                     requested_attention=init_kwargs.get("attn_implementation"),
-                    actual_attention=getattr(self.model.config, "_attn_implementation", None),
+                    actual_attention=attention,
+                    kernel_revision=kernel_revision(attention),
                     preloaded=preloaded,
                 )
             )
