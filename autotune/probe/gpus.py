@@ -103,7 +103,7 @@ def choose_gpus(asked: str) -> str:
             f"`--gpus {asked}` names no GPU that can be used here",
             hint=f"{error.problem.what}; {error.problem.hint}"
             if error.problem
-            else "this machine has no NVIDIA GPU; leave it out to tune on the CPU",
+            else "this machine has no NVIDIA GPU; leave out `--gpus`",
         ) from None
 
 

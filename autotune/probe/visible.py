@@ -92,6 +92,11 @@ def chosen(cards: Sequence[Card], asked: str) -> str:
     """
     found: dict[str, str] = {}
     for entry in (part.strip() for part in asked.split(",")):
+        if entry in NO_GPU:
+            raise AutotuneError(
+                f"`--gpus {asked}` has an entry that names no GPU",
+                hint=f"{_names(cards)}; to tune on the CPU, set `CUDA_VISIBLE_DEVICES=` and leave out `--gpus`",
+            )
         matches = [one for one in _every(cards) if _is(entry, one)]
         if entry.isdecimal():
             matches = [Shown(card) for card in cards if card.index == int(entry)]
@@ -222,6 +227,6 @@ def _one_slice(usable: list[Shown]) -> tuple[list[Shown], list[Problem]]:
     note = Problem(
         what=f"CUDA shows a program one MIG slice and no GPU beside it: `{first.uuid}` of GPU {first.card.index}"
         f" is used and {len(usable) - 1} more {'is' if len(usable) == 2 else 'are'} not",
-        hint="name another with `--gpus MIG-…`, as `nvidia-smi -L` lists them; a tuning for each slice can run at once",
+        hint="name another slice or GPU with `--gpus`, by its UUID in `nvidia-smi -L`; each can have a tuning at once",
     )
     return [first], [note]
