@@ -8,19 +8,19 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import msgspec
 
-from autotune.children import Children
+from autotune.children import ChildError, Children
 from autotune.errors import AutotuneError
 from autotune.job import Job, check_method, import_environment
 from autotune.plan.space import Grade
 from autotune.probe.attention import probe_attention
 from autotune.probe.builds import expected_attention
+from autotune.probe.facts import Problem
 from autotune.probe.gpus import choose_gpus
 from autotune.probe.machine import Machine, probe_machine, read_machine
 from autotune.probe.overrides import Overrides, overridden
@@ -45,8 +45,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     overrides: Overrides = Overrides()
 
 
-def machine_for(options: Options) -> Machine:
-    """The machine here, or that of `--machine`, with what the user said instead of the probe. Raises AutotuneError."""
+def machine_for(options: Options, environment: Mapping[str, str] = os.environ) -> Machine:
+    """The machine here as a job in `environment` sees it, or that of `--machine`, with what the user said instead of
+    the probe. Raises AutotuneError."""
     if options.machine is not None:
         machine = read_machine(options.machine)
         if options.gpus is not None:
@@ -55,7 +56,7 @@ def machine_for(options: Options) -> Machine:
                 hint=f"leave the others out of `{options.machine}`",
             )
         return overridden(machine, options.overrides)
-    machine = probe_machine(_with_gpus(os.environ, options.gpus))
+    machine = probe_machine(_with_gpus(environment, options.gpus))
     if options.gpus is not None and machine.backend != "cuda":
         raise AutotuneError(
             f"`--gpus {options.gpus}` names no GPU that can be used here",
@@ -67,7 +68,8 @@ def machine_for(options: Options) -> Machine:
 def examine(options: Options, *, model: str | None) -> Machine:
     """The machine with its attention backends, tried with the heads of `model`; for `--machine` as they should be.
 
-    Takes 6 s and on a GPU a minute. Raises AutotuneError when the model cannot be read.
+    A probe that breaks is one problem more: what else is known is worth telling. Takes 6 s and on a GPU a minute.
+    Raises AutotuneError when the model cannot be read.
     """
     machine = machine_for(options)
     if machine.what_if:
@@ -85,6 +87,9 @@ def examine(options: Options, *, model: str | None) -> Machine:
                 folder=options.folder,
                 children=children,
             )
+    except ChildError as error:
+        broken = Problem(what=f"attention could not be tried: {error.what}", hint=error.hint)
+        return msgspec.structs.replace(machine, problems=(*machine.problems, broken))
     finally:
         shutil.rmtree(logs, ignore_errors=True)
     return msgspec.structs.replace(machine, attention=attention)
@@ -94,11 +99,12 @@ def examine(options: Options, *, model: str | None) -> Machine:
 def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]]:
     """Start the server in the job's launch environment; its log goes with it."""
     check_method(options.method)
-    machine = machine_for(options)
     arguments = list(options.arguments)
     if options.demo and "--config" in arguments:
         raise AutotuneError("`--demo` brings a config of its own", hint="leave out `--demo` or `--config`")
-    environment = _with_gpus(import_environment(arguments, options.folder), None if machine.what_if else options.gpus)
+    of_the_job = import_environment(arguments, options.folder)
+    machine = machine_for(options, of_the_job)
+    environment = _with_gpus(of_the_job, None if machine.what_if else options.gpus)
     if machine.what_if:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # what is here must not answer for what is not
     elif machine.backend == "cuda":
@@ -131,7 +137,7 @@ def children_of(job: Job, machine: Machine, *, cold: bool) -> Iterator[Children]
         shutil.rmtree(logs, ignore_errors=True)
 
 
-def _with_gpus(environment: Any, gpus: str | None) -> dict[str, str]:
+def _with_gpus(environment: Mapping[str, str], gpus: str | None) -> dict[str, str]:
     """The environment as it would be with `--gpus`; `all` are those that it leaves already.
 
     Raises AutotuneError where `gpus` names none that is here.

@@ -102,6 +102,8 @@ def probe_machine(environment: Mapping[str, str] = os.environ) -> Machine:
     problems = [*nvml.problems]
     if nvml.gpus and backend == "cpu":
         problems.append(_gpus_without_cuda(nvml, versions["torch"]))
+    if nvml.gpus and backend == "cuda" and build.cuda is not None and nvml.cuda_driver is not None:
+        problems += _driver_too_old(nvml.driver, nvml.cuda_driver, build.cuda)
     unfit = kernels_problem(versions)
     if unfit is not None:
         problems.append(unfit)
@@ -142,6 +144,20 @@ def _gpus_without_cuda(nvml: NvmlReport, torch: str | None) -> Problem:
         what=f"this machine has {names}, and torch {torch} is not built for CUDA, so jobs run on the CPU",
         hint=f"install a CUDA build of torch, see https://pytorch.org/get-started/locally{driver}",
     )
+
+
+def _driver_too_old(driver: str | None, runs: tuple[int, int], built_for: str) -> list[Problem]:
+    """A driver runs any CUDA of its own major version or an older one (CUDA's minor version compatibility)."""
+    major = built_for.partition(".")[0]
+    if not major.isdecimal() or runs[0] >= int(major):
+        return []
+    return [
+        Problem(
+            what=f"torch is built for CUDA {built_for}, and the driver {driver or 'here'} runs CUDA up to "
+            f"{runs[0]}.{runs[1]}, so torch will find no GPU",
+            hint=f"update the driver, or install a torch that is built for CUDA {runs[0]}",
+        )
+    ]
 
 
 def choose_precision(backend: Backend, gpus: tuple[Gpu, ...], cpu: Cpu) -> Fact:
