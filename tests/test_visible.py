@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -188,6 +189,30 @@ def test_an_order_that_is_assumed_is_said_where_an_index_depends_on_it(laborator
     assert problems(CUDA_VISIBLE_DEVICES="") == []
 
 
+def test_a_job_that_sets_its_gpus_itself_is_tuned_on_them_unless_gpus_names_others(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: m\nenv:\n  CUDA_VISIBLE_DEVICES: '1'\n")
+    code = f"""
+from pathlib import Path
+from autotune.probe import machine, versions
+from autotune.session import Options, children_for
+build = versions.TorchBuild(cuda="13.0")
+machine.probe_torch_build = versions.probe_torch_build = lambda: build
+for gpus in (None, "all", "0"):
+    options = Options(
+        method="sft", arguments=("--config", "sft.yaml"), folder=Path({str(tmp_path)!r}), gpus=gpus, cold=True
+    )
+    with children_for(options) as (children, _, found):
+        print([gpu.index for gpu in found.gpus], children.environment["CUDA_VISIBLE_DEVICES"])
+"""
+    assert laboratory.run(code, FakeMachine((A100, A100))).splitlines() == [
+        f"[1] {uuid_of(1)}",
+        f"[1] {uuid_of(1)}",
+        f"[0] {uuid_of(0)}",
+    ]
+
+
 # --gpus
 
 
@@ -214,7 +239,11 @@ A, B = (f"{index}: NVIDIA A100-SXM4-80GB, {uuid_of(index)}" for index in range(2
         ("7", "`--gpus 7` names `7`, and that is no GPU here", f"there are {A}; {B}"),
         ("GPU-9", "`--gpus GPU-9` names `GPU-9`, and that is no GPU here", f"there are {A}; {B}"),
         ("x", "`--gpus x` names `x`, and that is no GPU here", f"there are {A}; {B}"),
-        ("0,-1", "`--gpus 0,-1` names `-1`, and that is no GPU here", f"there are {A}; {B}"),
+        (
+            "0,-1",
+            "`--gpus 0,-1` has an entry that names no GPU",
+            f"there are {A}; {B}; to tune on the CPU, set `CUDA_VISIBLE_DEVICES=` and leave out `--gpus`",
+        ),
         ("1,1", "`--gpus 1,1` names `1` twice", f"name each GPU once; there are {A}; {B}"),
         (
             "GPU-1,1",
