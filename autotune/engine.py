@@ -76,7 +76,8 @@ def prepare(
     for text in wording.precision_notes(job, machine):
         _note(emit, "machine", text)
     if len(machine.gpus) > 1:
-        _note(emit, "machine", f"{len(machine.gpus)} GPUs are here and one is used: several are not tuned yet")
+        there = "there" if machine.what_if else "here"
+        _note(emit, "machine", f"{len(machine.gpus)} GPUs are {there} and one is used: several are not tuned yet")
     for problem in machine.problems:
         _note(emit, "machine", f"{problem.what}; {problem.hint}")
     resolved = job.resolved

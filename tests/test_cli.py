@@ -25,8 +25,9 @@ from tests import tiny
 
 # A new option needs its entry here, a line in the README and a test
 OPTIONS = {
-    "--allow", "--auto", "--budget", "--cold", "--demo", "--dry-run", "--gpus", "--help", "--json", "--launch",
-    "--memory-limit", "--resume", "--run-folder", "--trials", "--version",
+    "--allow", "--auto", "--budget", "--cold", "--cores", "--demo", "--dry-run", "--gpu-memory", "--gpus", "--help",
+    "--json", "--launch", "--machine", "--memory-limit", "--precision", "--ram", "--resume", "--run-folder", "--trials",
+    "--version",
 }  # fmt: skip
 
 JOB = """\
