@@ -22,6 +22,7 @@ from autotune.probe.attention import probe_attention
 from autotune.probe.builds import expected_attention
 from autotune.probe.facts import Problem
 from autotune.probe.gpus import choose_gpus
+from autotune.probe.layer_kernels import probe_layer_kernels
 from autotune.probe.machine import Machine, probe_machine, read_machine
 from autotune.probe.overrides import Overrides, overridden
 
@@ -80,19 +81,17 @@ def examine(options: Options, *, model: str | None) -> Machine:
         environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid
     try:
         with Children(environment, log=logs / "server.log", cold=options.cold) as children:
+            told = None if model is None else {"model": model}
             attention = probe_attention(
-                machine,
-                job_attention=None,
-                model=None if model is None else {"model": model},
-                folder=options.folder,
-                children=children,
+                machine, job_attention=None, model=told, folder=options.folder, children=children
             )
+            layers = probe_layer_kernels(machine, model=told, folder=options.folder, children=children)
     except ChildError as error:
         broken = Problem(what=f"attention could not be tried: {error.what}", hint=error.hint)
         return msgspec.structs.replace(machine, problems=(*machine.problems, broken))
     finally:
         shutil.rmtree(logs, ignore_errors=True)
-    return msgspec.structs.replace(machine, attention=attention)
+    return msgspec.structs.replace(machine, attention=attention, layer_kernels=layers)
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def try_backend(name: str, heads: Heads) -> Outcome:
         step = "comparison"
         # one that mixes documents can still be right where there is one
         compared = packed if apart else _one_document(heads.device)
-        error, gradient_error = _distance(model, _reference(model, heads), compared)
+        error, gradient_error = distance(model, _reference(model, heads), compared)
     except Exception as error_raised:  # whatever a kernel raises, it is the reason
         return Outcome(failure=f"fails in {step}: {first_line(error_raised)}")
     limit = LIMITS[heads.arithmetic]
@@ -178,7 +178,7 @@ def _gradients(model: Any) -> dict[str, Any]:
     return {name: weight.grad.float() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def _distance(model: Any, reference: Any, inputs: dict[str, Any]) -> tuple[float, float]:
+def distance(model: Any, reference: Any, inputs: dict[str, Any]) -> tuple[float, float]:
     """Largest difference of the logits over their spread, and of a weight's gradient over its norm."""
     import torch
 

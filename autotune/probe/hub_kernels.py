@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from autotune.kernel_revision import local_kernels
 from autotune.probe.attention_names import GENERATION_ONLY, HUB_KERNELS, repository, revision
@@ -15,18 +14,17 @@ from autotune.probe.versions import TESTED_PAIR, installed_version
 
 def hub_refuses(name: str, backend: Backend) -> str | None:
     """Why a hub kernel would not load here, from its name in `attn_implementation`; None when it would."""
+    from transformers.integrations.hub_kernels import get_attn_kernel_version
     from transformers.utils import is_kernels_available
 
-    kernel = repository(name)
+    kernel, pinned = repository(name), revision(name)
     if kernel == GENERATION_ONLY:
         return GENERATES
     if not is_kernels_available():  # out of transformers' range counts as missing
         return kernels_refusal()
-    if kernel in local_kernels(os.environ):
-        return None
-    if backend != "cuda" and kernel in HUB_KERNELS:
+    if backend != "cuda" and kernel in HUB_KERNELS and kernel not in local_kernels(os.environ):
         return "needs a CUDA GPU"
-    return _no_build(name)
+    return no_build(kernel, revision=pinned, version=None if pinned else get_attn_kernel_version(kernel))
 
 
 def kernels_refusal() -> str:
@@ -38,21 +36,20 @@ def kernels_refusal() -> str:
     return f"{reason}; a pair that works: `{TESTED_PAIR}`"
 
 
-def _no_build(name: str) -> str | None:
-    """Why the hub has no build of a kernel for this torch and this GPU; only its metadata is fetched."""
+def no_build(kernel: str, *, revision: str | None = None, version: int | None = None) -> str | None:
+    """Why the hub has no build of a kernel for this torch and this GPU, at one of a revision and a version; None when
+    it has. Only its metadata is fetched."""
     import torch
     from huggingface_hub import constants
     from kernels import has_kernel
-    from transformers.integrations.hub_kernels import get_attn_kernel_version
 
-    kernel, pinned = repository(name), revision(name)
-    version = get_attn_kernel_version(kernel)
-    which: dict[str, Any] = {"revision": pinned} if pinned else {"version": version}
+    if kernel in local_kernels(os.environ):
+        return None
     try:
         # a version is a branch of that name (kernels 0.17.2, `_versions.py`)
-        if constants.HF_HUB_OFFLINE and not _in_cache(kernel, pinned or f"v{version}"):
+        if constants.HF_HUB_OFFLINE and not _in_cache(kernel, revision or f"v{version}"):
             return "not in the cache, and offline (`HF_HUB_OFFLINE` is set)"
-        built = has_kernel(kernel, **which)
+        built = has_kernel(kernel, revision=revision, version=version)
     except Exception as error:  # the network, the cache, an untrusted publisher: kernels 0.17 has no error of its own
         return _lookup_failed(error)
     return None if built else f"no build for torch {torch.__version__} and this device"
