@@ -98,8 +98,10 @@ def measure(request: Mapping[str, Any], folder: Path) -> None:
     counts = dict(measured.counts)
     if len(measured.row_numbers) < len(data):
         counts["row_numbers"] = array("i", measured.row_numbers)
-        sizes = sampling.row_sizes(rows.at(measured.row_numbers).data)
-        counts["text_bytes"] = array("i", sizes.clip(max=2**31 - 1).tolist())
+        sizes = sampling.row_sizes(rows.at(measured.row_numbers).data).clip(max=2**31 - 1).tolist()
+        if _unpairs(rows):
+            sizes = batched.unpaired({"both": array("i", [size for size in sizes for _ in range(2)])})["both"]
+        counts["text_bytes"] = array("i", sizes)
     lengths_file.write(into, facts, counts)
     if cache and key and rows_known:
         lengths_cache.keep(cache, key, into)
@@ -195,7 +197,8 @@ def _batched_way(rows: Rows) -> Counting:
             except Exception as error:
                 # TRL names the row that neither can prepare; where it can, it does all of them
                 _trl_counts(some.at(range(start, end)))
-                raise UnknownHereError(f"rows that only TRL prepares ({preparation.reason_of(error)})") from error
+                reason = str(error) if isinstance(error, UnknownHereError) else preparation.reason_of(error)
+                raise UnknownHereError(f"only TRL prepares rows {start + 1} to {end}: {reason}") from error
             for name, values in part.items():
                 counts[name] += values
             if end - kept >= GIVE_BACK_ROWS:
