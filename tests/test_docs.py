@@ -23,8 +23,11 @@ def code_in(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def help_text() -> str:
-    command = [sys.executable, "-m", "autotune", "--help"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    """What `trl-autotune --help` says and, for the options that it has alone, `doctor --help`."""
+    commands = [[sys.executable, "-m", "autotune", *command, "--help"] for command in ([], ["doctor"])]
+    return "\n".join(
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout for command in commands
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
