@@ -24,8 +24,9 @@ from autotune.plan.lengths_report import lengths_report
 from autotune.plan.space import OFFERED, Grade, Space
 from autotune.probe.attention import probe_attention
 from autotune.probe.builds import expected_attention
+from autotune.probe.layer_kernels import probe_layer_kernels
 from autotune.probe.lengths import measure_lengths
-from autotune.probe.machine import AttentionBackend, Machine, as_torch_sees, describe
+from autotune.probe.machine import Machine, as_torch_sees, describe
 from autotune.probe.model import ModelShape, probe_model
 from autotune.search.found import Found
 from autotune.search.setting import Setting
@@ -90,7 +91,7 @@ def prepare(
     )
     if machine.backend != "cpu":
         check_half_weights(resolved, checkpoint_dtype=model.dtype)
-    machine = msgspec.structs.replace(machine, attention=_attention(job, machine, model, options.folder, children))
+    machine = _with_kernels(job, machine, model, options.folder, children)
     _note(emit, "kernels", wording.kernels_line(machine))
     lengths = measure_lengths(
         resolved,
@@ -134,25 +135,25 @@ def _precision_to_add(machine: Machine) -> tuple[str, str] | None:
     return machine.precision.value, machine.precision.reason
 
 
-def _attention(
-    job: Job, machine: Machine, model: ModelShape, folder: Path, children: Children
-) -> tuple[AttentionBackend, ...]:
+def _with_kernels(job: Job, machine: Machine, model: ModelShape, folder: Path, children: Children) -> Machine:
+    """The machine with its attention backends and layer kernels, tried for this model where the machine is here."""
     asked = wording.job_attention(job)
     if machine.what_if:
-        return expected_attention(machine, job_attention=asked)
-    return probe_attention(
+        return msgspec.structs.replace(machine, attention=expected_attention(machine, job_attention=asked))
+    named = {
+        "model": job.resolved["model_name_or_path"],
+        "revision": job.resolved.get("model_revision"),
+        "trust_remote_code": bool(job.resolved.get("trust_remote_code")),
+    }
+    heads = {
+        "num_attention_heads": model.attention_heads,
+        "num_key_value_heads": model.key_value_heads,
+        "head_dim": model.head_dim,
+    }
+    return msgspec.structs.replace(
         machine,
-        job_attention=asked,
-        model={
-            "num_attention_heads": model.attention_heads,
-            "num_key_value_heads": model.key_value_heads,
-            "head_dim": model.head_dim,
-            "model": job.resolved["model_name_or_path"],
-            "revision": job.resolved.get("model_revision"),
-            "trust_remote_code": bool(job.resolved.get("trust_remote_code")),
-        },
-        folder=folder,
-        children=children,
+        attention=probe_attention(machine, job_attention=asked, model=named | heads, folder=folder, children=children),
+        layer_kernels=probe_layer_kernels(machine, model=named, folder=folder, children=children),
     )
 
 
