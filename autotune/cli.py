@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import shlex
@@ -234,7 +235,8 @@ def _doctor(arguments: list[str]) -> int:
     from autotune.probe.machine import to_json
 
     options = doctor_options(namespace)
-    with session.ended_by_signals(), doctor.progress(sys.stderr):
+    working = contextlib.nullcontext() if namespace.machine else doctor.progress(sys.stderr)
+    with session.ended_by_signals(), working:
         machine = redaction.redacted(session.examine(options, model=namespace.model), os.environ)
     if namespace.json:
         print(to_json(machine).decode())

@@ -28,6 +28,7 @@ from autotune.probe.layer_kernels import probe_layer_kernels
 from autotune.probe.lengths import measure_lengths
 from autotune.probe.machine import Machine, as_torch_sees, describe
 from autotune.probe.model import ModelShape, probe_model
+from autotune.probe.overrides import asked_precision, precision_to_add
 from autotune.search.found import Found
 from autotune.search.setting import Setting
 from autotune.search.tuner import Tuner
@@ -59,8 +60,8 @@ def prepare(
         folder=options.folder,
         children=children,
         accelerator=machine.backend != "cpu",
-        cpu_bf16=machine.cpu.bf16 or _asked_precision(machine) == "bf16",
-        precision=_precision_to_add(machine),
+        cpu_bf16=machine.cpu.bf16 or asked_precision(machine) == "bf16",
+        precision=precision_to_add(machine),
         elsewhere=as_torch_sees(machine) if machine.what_if else None,
     )
     _note(emit, "job", wording.job_line(job))
@@ -122,17 +123,6 @@ def prepare(
         memory_limit_bytes=memory_limit,
     )
     return Plan(prepared=prepared, data=data, space=space)
-
-
-def _asked_precision(machine: Machine) -> str | None:
-    return machine.precision.value if "precision" in machine.overridden else None
-
-
-def _precision_to_add(machine: Machine) -> tuple[str, str] | None:
-    """What a job that does not say is given: what the user asked for, or fp16 where TRL's bf16 would be emulated."""
-    if _asked_precision(machine) is None and (machine.backend == "cpu" or machine.precision.value != "fp16"):
-        return None
-    return machine.precision.value, machine.precision.reason
 
 
 def _with_kernels(job: Job, machine: Machine, model: ModelShape, folder: Path, children: Children) -> Machine:

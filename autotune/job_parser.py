@@ -12,18 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import AutotuneError
+from autotune.job_additions import needed_here
 from autotune.job_elsewhere import pretend
 from autotune.job_limits import check_model_and_data, check_packing, refuse_not_yet
 from autotune.job_refusals import Refusals, refuse_strays
 from autotune.job_values import SCRIPT, fits, is_jsonable, jsonable, shown, takes, type_hints, without_secrets
-
-# TRL's default is bf16, which torch accepts below Ampere too and emulates (transformers 5.22,
-# `is_torch_bf16_gpu_available`)
-PRECISION_OPTIONS: dict[str | None, dict[str, Any]] = {
-    "bf16": {"bf16": True},
-    "fp16": {"fp16": True},
-    "float32": {"bf16": False},
-}
 
 
 def parse(request: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -60,7 +53,12 @@ class _Parse:
         file_options, launcher_names = self.check_file()
         command_line, flags, remaining_names = self.read_command_line()
         launcher_names |= remaining_names
-        additions, reasons = self.needed_here({**file_options, **command_line})
+        additions, reasons = needed_here(
+            {**file_options, **command_line},
+            accelerator=self.request["accelerator"],
+            cpu_bf16=self.request["cpu_bf16"],
+            precision=self.request["precision"],
+        )
         environment_before = {**os.environ, **self.file_environment()}
         *configs, from_file, from_command_line = self.trl_parse(additions)
         resolved = self.resolved(configs)
@@ -195,30 +193,6 @@ class _Parse:
         return read, flags
 
     # --- TRL's own parse -------------------------------------------------------------------------------------------
-
-    def needed_here(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """The smallest change that a job needs to start without a GPU, not to be emulated on an old one, or to compute
-        in what was asked for beside it."""
-        says_nothing = "bf16" not in given and "fp16" not in given
-        chosen, why = self.request["precision"] or (None, "")
-        precision = PRECISION_OPTIONS.get(chosen, {}) if says_nothing else {}
-        reasons = dict.fromkeys(precision, why)
-        if self.request["accelerator"]:
-            return precision, reasons
-        cpu_bf16 = self.request["cpu_bf16"]
-        if not cpu_bf16 and given.get("bf16") in (True, "true", "True"):
-            raise AutotuneError(
-                "the job asks for `bf16: true` and this CPU has no bf16 arithmetic",
-                hint="write `bf16: false`, or tune on the machine that will train",
-            )
-        if "use_cpu" in given:
-            return precision, reasons
-        additions: dict[str, Any] = {"use_cpu": True, **precision}
-        reasons = {"use_cpu": "no GPU here: TRL refuses to start without it", **reasons}
-        if not cpu_bf16 and says_nothing and not precision:
-            additions["bf16"] = False
-            reasons["bf16"] = "this CPU has no bf16 arithmetic; float32"
-        return additions, reasons
 
     def trl_parse(self, additions: dict[str, Any]) -> list[Any]:
         arguments = [*self.arguments]

@@ -12,12 +12,11 @@ import yaml
 from autotune.arguments import options_of, parse
 from autotune.children import Children
 from autotune.deliver import doctor, wording
-from autotune.engine import _precision_to_add
 from autotune.errors import AutotuneError
 from autotune.job import Job, read_job
 from autotune.job_limits import check_half_weights
 from autotune.probe.machine import Fact, Machine, describe, machine_from_json, to_json
-from autotune.probe.overrides import Overrides, overridden
+from autotune.probe.overrides import Overrides, overridden, precision_to_add
 from profiles import Profile, to_yaml
 from tests import parts
 
@@ -42,7 +41,7 @@ def job_on(machine: Machine, text: str, *, folder: Path, children: Children) -> 
         children=children,
         accelerator=machine.backend != "cpu",
         cpu_bf16=machine.cpu.bf16,
-        precision=_precision_to_add(machine),
+        precision=precision_to_add(machine),
         elsewhere={"cuda": True, "bf16": True, "tf32": True} if machine.backend == "cuda" else None,
     )
 

@@ -26,9 +26,13 @@ def progress(stream: TextIO) -> Iterator[None]:
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    what = "trying attention (a minute on a GPU)"
+    if console.is_dumb_terminal:  # it could not take the line away again
+        console.print(what)
     columns = TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        bar.add_task("trying attention backends: seconds on a CPU, about a minute on a GPU", total=None)
+    hidden = not console.is_terminal or console.is_dumb_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        bar.add_task(what, total=None)
         yield
 
 

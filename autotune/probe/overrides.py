@@ -52,6 +52,19 @@ def overridden(machine: Machine, overrides: Overrides) -> Machine:
     return machine
 
 
+def asked_precision(machine: Machine) -> str | None:
+    """The precision that the user asked for, None where it is the probe's."""
+    return machine.precision.value if "precision" in machine.overridden else None
+
+
+def precision_to_add(machine: Machine) -> tuple[str, str] | None:
+    """What a job that does not say is to compute in, with the reason: what the user asked for, or fp16 where TRL's
+    bf16 would be emulated. None leaves it to TRL's default."""
+    if asked_precision(machine) is None and (machine.backend == "cpu" or machine.precision.value != "fp16"):
+        return None
+    return machine.precision.value, machine.precision.reason
+
+
 def _with_gpu_memory(machine: Machine, size_bytes: int) -> Machine:
     if not machine.gpus:
         raise AutotuneError(
