@@ -67,12 +67,15 @@ def machine_for(options: Options, environment: Mapping[str, str] = os.environ) -
 
 
 def examine(options: Options, *, model: str | None) -> Machine:
-    """The machine with its attention backends, tried with the heads of `model`; for `--machine` as they should be.
+    """The machine with its attention backends and layer kernels, tried with the heads of `model`. One that is not here
+    keeps what its file tells of them; where it tells nothing, attention is as it should be there.
 
     A probe that breaks is one problem more: what else is known is worth telling. Takes 6 s and on a GPU a minute.
     Raises AutotuneError when the model cannot be read.
     """
     machine = machine_for(options)
+    if machine.what_if and machine.attention and not options.overrides.options:
+        return machine
     if machine.what_if:
         return msgspec.structs.replace(machine, attention=expected_attention(machine))
     logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
@@ -85,13 +88,15 @@ def examine(options: Options, *, model: str | None) -> Machine:
             attention = probe_attention(
                 machine, job_attention=None, model=told, folder=options.folder, children=children
             )
+            machine = msgspec.structs.replace(machine, attention=attention)
             layers = probe_layer_kernels(machine, model=told, folder=options.folder, children=children)
+            return msgspec.structs.replace(machine, layer_kernels=layers)
     except ChildError as error:
-        broken = Problem(what=f"attention could not be tried: {error.what}", hint=error.hint)
+        kernels = "layer kernels" if machine.attention else "attention"
+        broken = Problem(what=f"{kernels} could not be tried: {error.what}", hint=error.hint)
         return msgspec.structs.replace(machine, problems=(*machine.problems, broken))
     finally:
         shutil.rmtree(logs, ignore_errors=True)
-    return msgspec.structs.replace(machine, attention=attention, layer_kernels=layers)
 
 
 @contextlib.contextmanager

@@ -57,12 +57,12 @@ def show(machine: Machine, stream: TextIO, *, width: int | None = None) -> None:
 def rows(machine: Machine) -> list[Row]:
     """The screen as pairs of label and text; a text may be longer than a line."""
     return [
-        *([("what-if", "read from a file; nothing was tried here")] if machine.what_if else []),
+        *([("what-if", "read from a file; that machine is not here")] if machine.what_if else []),
         ("machine", _machine(machine)),
         *_gpus(machine),
         *([("driver", _driver(machine))] if machine.gpus or machine.driver else []),
         ("precision", f"{machine.precision.value}: {machine.precision.reason}"),
-        *_attention(machine.attention),
+        *_attention(machine),
         *_layer_kernels(machine),
         *_versions(machine),
         *_problems(machine),
@@ -145,10 +145,13 @@ def _driver(machine: Machine) -> str:
     return f"{built}: {'they fit' if cuda[0] >= int(major) else 'the driver is too old for it'}"
 
 
-def _attention(backends: Sequence[AttentionBackend]) -> list[Row]:
+def _attention(machine: Machine) -> list[Row]:
+    backends = machine.attention
     if not backends:
         return [("attention", "not looked at")]
-    how = "expected, not tried" if any(one.expected for one in backends) else "tried forward and backward"
+    how = "tried there" if machine.what_if else "tried forward and backward"
+    if any(one.expected for one in backends):
+        how = "expected, not tried"
     hub = f"; hub kernels are in {HUB}" if any(one.name.startswith(HUB) for one in backends) else ""
     usable: dict[str, list[str]] = {}
     for one in backends:
