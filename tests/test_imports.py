@@ -35,6 +35,7 @@ HEAVY = {
 
 # Modules with functions that run in a child. A new one needs its entry here, and a reason to touch these libraries.
 RUN_IN_A_CHILD = {
+    "autotune/kernel_revision.py",
     "autotune/demo_model.py",
     "autotune/job_elsewhere.py",
     "autotune/job_parser.py",
@@ -42,6 +43,8 @@ RUN_IN_A_CHILD = {
     "autotune/probe/attention.py",
     "autotune/probe/attention_trial.py",
     "autotune/probe/batched.py",
+    "autotune/probe/hub_kernels.py",
+    "autotune/probe/layer_kernels.py",
     "autotune/probe/model.py",
     "autotune/probe/preparation.py",
     "autotune/probe/rendering.py",
