@@ -35,10 +35,10 @@ HEAVY = {
 
 # Modules with functions that run in a child. A new one needs its entry here, and a reason to touch these libraries.
 RUN_IN_A_CHILD = {
-    "autotune/kernel_revision.py",
     "autotune/demo_model.py",
     "autotune/job_elsewhere.py",
     "autotune/job_parser.py",
+    "autotune/kernel_revision.py",
     "autotune/preload.py",
     "autotune/probe/attention.py",
     "autotune/probe/attention_trial.py",
