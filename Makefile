@@ -2,13 +2,14 @@
 # make test         every check and every test
 # make check        formatting, lint, types, import rules
 # make bench-trial  how long a trial takes to reach its first step, against a fresh `trl` process
+# make bench-lengths  measuring token lengths, against TRL's own preparation
 # make bench-packing  planning packed rows, against TRL's own packing
 # make bench-e2e    plain `trl sft` with the config before and after tuning
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test check pytest format install install-dev bench-trial bench-packing bench-e2e clean
+.PHONY: demo test check pytest format install install-dev bench-trial bench-lengths bench-packing bench-e2e clean
 
 BUDGET ?= 100s
 TESTS ?=
@@ -44,6 +45,9 @@ format: $(INSTALLED_DEV)
 
 bench-trial: $(INSTALLED)
 	$(BIN)/python benchmarks/trial_startup.py $(ARGS)
+
+bench-lengths: $(INSTALLED)
+	$(BIN)/python benchmarks/lengths.py $(ARGS)
 
 bench-packing: $(INSTALLED)
 	$(BIN)/python benchmarks/packing.py $(ARGS)

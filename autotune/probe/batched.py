@@ -41,12 +41,10 @@ def no_counts(method: Method) -> Counts:
     return {name: array("i") for name in COUNTED[method]}
 
 
-def count(
-    batches: Iterable[list[Row]], preparing: Preparing, tokenizer: Tokenizer, renderer: Renderer
-) -> Iterable[Counts]:
-    """The counts of each batch of rows.
+def counter(preparing: Preparing, tokenizer: Tokenizer, renderer: Renderer) -> Callable[[list[Row]], Counts]:
+    """The function that counts a batch of rows.
 
-    Raises UnknownHereError where only TRL's preparation knows what to do, or what a row raises in TRL as well.
+    It raises UnknownHereError where only TRL's preparation knows what to do, or what a row raises in TRL as well.
     """
     counted: Callable[[list[Row]], Iterable[tuple[int, ...]]]
     match preparing.method:
@@ -61,9 +59,12 @@ def count(
         case _:
             counted = _prompts(preparing, tokenizer, renderer)
     names = COUNTED[preparing.method]
-    for rows in batches:
-        columns = list(zip(*counted(rows), strict=True))
-        yield {name: array("i", column) for name, column in zip(names, columns, strict=True)}
+
+    def count(rows: list[Row]) -> Counts:
+        columns = zip(*counted(rows), strict=True)
+        return {name: array("i", column) for name, column in zip(names, columns, strict=True)}
+
+    return count
 
 
 def unpaired(counts: Counts) -> Counts:

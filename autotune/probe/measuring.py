@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune.child import write_whole
+from autotune.errors import AutotuneError
 from autotune.probe import (
     batched,
+    cores,
     formats,
     lengths_cache,
     lengths_file,
@@ -32,7 +36,7 @@ from autotune.probe.tokenizer import Tokenizer
 MEASURED_ROWS = 200_000
 MEASURED_BY_TRL = 20_000
 GUARD_ROWS = 200  # of the first and of the last rows: both ways must agree on these
-GIVE_BACK_ROWS = 50_000
+GIVE_BACK_BATCHES = 8
 TELL_SECONDS = 0.1
 
 
@@ -122,7 +126,7 @@ def _found(cache: Path | None, key: str | None, into: Path, started: float) -> b
 
 def _rows(job: Mapping[str, Any], method: Method, data: Any, tokenizer: Tokenizer, *, all_rows: bool) -> Rows:
     text_field = job.get("dataset_text_field") or "text"
-    data_format = formats.format_of(data[0], text_field, method)
+    data_format = formats.format_of(_first(data), text_field, method)
     preparation.need_template(data_format, tokenizer)
     completion_only = job.get("completion_only_loss")
     if completion_only is None:
@@ -140,6 +144,17 @@ def _rows(job: Mapping[str, Any], method: Method, data: Any, tokenizer: Tokenize
     return Rows(job, narrow, range(len(data)), preparing, tokenizer, template, data_format, all_rows)
 
 
+def _first(data: Any) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = data[0]
+    except (UnicodeDecodeError, ValueError) as error:  # text that is no UTF-8, JSON that is none
+        raise AutotuneError(
+            f"row 1 of the data cannot be read: {preparation.reason_of(error)}",
+            hint="text must be UTF-8; mend or remove that row",
+        ) from error
+    return row
+
+
 def _measured(rows: Rows, tell: Callable[[int, int], None]) -> Measured:
     if (rows.job.get("dataset_kwargs") or {}).get("skip_prepare_dataset"):
         counts = preparation.prepared_already(rows.data)
@@ -154,7 +169,7 @@ def _measured(rows: Rows, tell: Callable[[int, int], None]) -> Measured:
     some = _chosen(rows, MEASURED_ROWS)
     try:
         counts = count(some, tell)
-    except UnknownHereError as error:
+    except (UnknownHereError, BrokenProcessPool) as error:  # such as for want of memory
         return _by_trl(rows, str(error))
     return Measured(counts, some.numbers, "batched", f"the same as by TRL on {_guarded(rows)} rows")
 
@@ -182,29 +197,35 @@ def _batched_way(rows: Rows) -> Counting:
         return lambda some, _: preparation.counted(some.data, _masks(rows))
     if rows.data_format == "chosen_ids":
         raise UnknownHereError("the pairs are tokens already")
-    renderer = Renderer(rows.tokenizer, rows.template)
+    count_rows = batched.counter(rows.preparing, rows.tokenizer, Renderer(rows.tokenizer, rows.template))
 
     def count(some: Rows, tell: Callable[[int, int], None]) -> Counts:
-        os.environ["TOKENIZERS_PARALLELISM"] = "true"
+        # each core has a process, which encodes on its own; parallel encoding and forks wait for each other for ever
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        done = itertools.count(1)
+
+        def count_span(span: tuple[int, int]) -> Counts | str:
+            try:
+                counts = count_rows(batched.as_rows(some.data[span[0] : span[1]]))
+            except Exception as error:
+                return str(error) if isinstance(error, UnknownHereError) else preparation.reason_of(error)
+            if next(done) % GIVE_BACK_BATCHES == 0:
+                mapped_memory.give_back()
+            return counts
+
         counts = batched.no_counts(rows.preparing.method)
         spans = list(sampling.batches(sampling.row_sizes(some.data)))
-        texts = (batched.as_rows(some.data[start:end]) for start, end in spans)
-        found = iter(batched.count(texts, rows.preparing, rows.tokenizer, renderer))
-        kept = 0
-        for start, end in spans:
-            try:
-                part = next(found)
-            except Exception as error:
-                # TRL names the row that neither can prepare; where it can, it does all of them
-                _trl_counts(some.at(range(start, end)))
-                reason = str(error) if isinstance(error, UnknownHereError) else preparation.reason_of(error)
-                raise UnknownHereError(f"only TRL prepares rows {start + 1} to {end}: {reason}") from error
-            for name, values in part.items():
-                counts[name] += values
-            if end - kept >= GIVE_BACK_ROWS:
-                mapped_memory.give_back()
-                kept = end
-            tell(end, len(some.data))
+        processes = cores.available() if len(some.data) >= preparation.PARALLEL_ROWS else 1
+        parts = cores.each(count_span, spans, processes=processes)
+        with contextlib.closing(parts):
+            for (start, end), part in zip(spans, parts, strict=True):
+                if isinstance(part, str):
+                    # TRL names the row that neither can prepare; where it can, it does all of them
+                    _trl_counts(some.at(range(start, end)))
+                    raise UnknownHereError(f"only TRL prepares rows {start + 1} to {end}: {part}")
+                for name, values in part.items():
+                    counts[name] += values
+                tell(end, len(some.data))
         return batched.unpaired(counts) if _unpairs(rows) else counts
 
     return count

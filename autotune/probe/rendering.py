@@ -27,7 +27,7 @@ class Marked(NamedTuple):
 
 
 class Renderer:
-    """Renders and encodes in batches: the templates on one core, the encoding on all, without offsets.
+    """Renders and encodes in batches: one call of the template's renderer, one of the encoder, without offsets.
 
     `template` stands in for the tokenizer's own, as TRL's training templates do. Raises UnknownHereError for a
     tokenizer that encodes by code of its own.
