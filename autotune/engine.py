@@ -25,7 +25,7 @@ from autotune.plan.space import OFFERED, Grade, Space
 from autotune.probe.attention import probe_attention
 from autotune.probe.builds import expected_attention
 from autotune.probe.layer_kernels import probe_layer_kernels
-from autotune.probe.lengths import measure_lengths
+from autotune.probe.lengths import kept_lengths, measure_lengths
 from autotune.probe.machine import Machine, as_torch_sees, describe
 from autotune.probe.model import ModelShape, probe_model
 from autotune.probe.overrides import asked_precision, precision_to_add
@@ -53,7 +53,7 @@ Progress = Callable[[str, int, int], None]
 def prepare(
     options: Options, children: Children, machine: Machine, *, emit: Listener, progress: Progress | None = None
 ) -> Plan:
-    """Read the job, look at model, kernels and data, and plan. Starts no trial and writes nothing."""
+    """Read the job, look at model, kernels and data, and plan. Starts no trial and writes nothing but lengths."""
     job = read_job(
         options.method,
         options.arguments,
@@ -99,6 +99,7 @@ def prepare(
         folder=options.folder,
         children=children,
         progress=None if progress is None else lambda done, of: progress("reading the data", done, of),
+        cache=kept_lengths(),
     )
     data = Data(job, lengths, model)
     if not data.kept.tokens:

@@ -37,6 +37,7 @@ HEAVY = {
 RUN_IN_A_CHILD = {
     "autotune/demo_model.py",
     "autotune/job_elsewhere.py",
+    "autotune/job_method.py",
     "autotune/job_parser.py",
     "autotune/kernel_revision.py",
     "autotune/preload.py",
@@ -49,6 +50,7 @@ RUN_IN_A_CHILD = {
     "autotune/probe/preparation.py",
     "autotune/probe/rendering.py",
     "autotune/probe/row_sample.py",
+    "autotune/probe/sampling.py",
     "autotune/probe/tokenizer.py",
     "autotune/probe/training_data.py",
     "autotune/trial/document_check.py",

@@ -21,7 +21,7 @@ from autotune.children import Children
 from autotune.errors import AutotuneError
 from autotune.probe import lengths_cache, lengths_file, sampling
 from autotune.probe.intervals import Estimates, estimates, mean
-from autotune.probe.lengths import Lengths, measure_lengths
+from autotune.probe.lengths import Lengths, kept_lengths, measure_lengths
 from tests import tiny
 from tests.trl_rows import job_of
 
@@ -180,6 +180,11 @@ def test_a_second_look_at_the_same_data_is_read(children: Children, model: Path,
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     assert ROWS[30]["text"][:20].encode() not in file.read_bytes()
+
+
+def test_lengths_are_kept_beside_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kept_lengths() == tmp_path / "trl-autotune" / "lengths"
 
 
 def changed_data(job: dict[str, Any], folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from autotune.demo import cache_folder
 from autotune.probe import lengths_file
 from autotune.probe.formats import Method
 
@@ -139,6 +140,14 @@ def measure_lengths(
         facts, counts = lengths_file.read(into)
     objects: dict[int, int] = {}
     return msgspec.convert({**facts, **{name: _shared(values, objects) for name, values in counts.items()}}, Lengths)
+
+
+def kept_lengths() -> Path | None:
+    """The folder of this user in which lengths are kept; None for a user without a home."""
+    try:
+        return cache_folder() / "lengths"
+    except RuntimeError:
+        return None
 
 
 def dropped_places(lengths: Lengths, max_length: int | None, truncation_mode: str = "keep_start") -> tuple[int, ...]:
