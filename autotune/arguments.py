@@ -22,6 +22,7 @@ Find the fastest way to run a TRL training on this machine, and write it back as
   trl-autotune launch RUN [TRL options]         train with what a run found
   trl-autotune report RUN [--python]            what a run tried, what won and why; or the winner in Python
   trl-autotune doctor [--json]                  what is here, what works, and what keeps it from its best
+  trl-autotune lengths METHOD [TRL options]     how long the data's rows are, and what padding and packing make of them
 
 METHOD and its options are exactly `trl`'s: put `-autotune` after `trl`."""
 
@@ -32,6 +33,15 @@ Say what is here: GPUs, driver, precision, attention backends as they were tried
   trl-autotune doctor --json > machine.json     for `trl-autotune METHOD ... --machine machine.json --dry-run`
 
 Both leave out user and host names, the home folder and tokens, so they can be shown to others."""
+
+LENGTHS = """\
+Say how long the rows of a job's data are in tokens, as its trainer will see them, what padding and every packing would
+make of them, and what is likely to be a mistake. Nothing is trained.
+
+  trl-autotune lengths sft --config sft.yaml    one screen
+  trl-autotune lengths dpo --config dpo.yaml --json
+
+METHOD is sft, dpo, kto, reward, grpo, rloo or online_dpo, and its options are exactly `trl`'s."""
 
 GPUS: dict[str, Any] = {
     "metavar": "LIST",
@@ -56,7 +66,7 @@ def parser() -> Parser:
     made = Parser(
         prog="trl-autotune",
         usage="trl-autotune METHOD [TRL options] --auto [options]\n       trl-autotune launch | report RUN\n"
-        "       trl-autotune doctor [--json]",
+        "       trl-autotune doctor [--json]\n       trl-autotune lengths METHOD [TRL options] [--json]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -100,6 +110,46 @@ def doctor_parser() -> Parser:
     made.add_argument("--cold", action="store_true", help="try attention in fresh processes instead of forked ones")
     _add_machine_options(made)
     return made
+
+
+def lengths_parser() -> Parser:
+    made = Parser(
+        prog="trl-autotune lengths",
+        usage="trl-autotune lengths METHOD [TRL options] [options]",
+        description=LENGTHS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.command = "trl-autotune lengths"
+    made.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    made.add_argument("--all-rows", action="store_true", help="measure every row of large data, not a sample of them")
+    made.add_argument("--cold", action="store_true", help="work in fresh processes instead of forked ones")
+    made.add_argument("--demo", action="store_true", help="look at the conversations of `sft --demo`")
+    return made
+
+
+def parse_lengths(given: list[str]) -> argparse.Namespace:
+    """As `parse`, for what follows `trl-autotune lengths`."""
+    if not given or given[0].startswith("-"):
+        raise AutotuneError(
+            "`lengths` needs a method first", hint="for example `trl-autotune lengths sft --config sft.yaml`"
+        )
+    namespace, rest = lengths_parser().parse_known_args(given[1:])
+    namespace.method = given[0]
+    namespace.arguments = rest
+    return namespace
+
+
+def lengths_options(namespace: argparse.Namespace) -> Options:
+    from autotune.session import Options
+
+    return Options(
+        method=namespace.method,
+        arguments=tuple(namespace.arguments),
+        folder=Path.cwd(),
+        cold=namespace.cold,
+        demo=namespace.demo,
+    )
 
 
 def _add_machine_options(made: Parser) -> None:

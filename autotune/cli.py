@@ -11,10 +11,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from autotune import __version__
-from autotune.arguments import doctor_options, doctor_parser, options_of, parse, parser, run_argument
+from autotune.arguments import (
+    doctor_options,
+    doctor_parser,
+    lengths_options,
+    lengths_parser,
+    options_of,
+    parse,
+    parse_lengths,
+    parser,
+    run_argument,
+)
 from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
@@ -27,7 +37,7 @@ CANNOT_WRITE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # no room
     *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR),  # no such place, or not ours
 )
-LATER_COMMANDS = ("watch", "lengths", "profile")
+LATER_COMMANDS = ("watch", "profile")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,6 +85,8 @@ def _run(given: list[str], started: float) -> int:
         raise NotYetError(f"`trl-autotune {command}` is not built yet", hint="`trl-autotune --help` lists what is")
     if command == "doctor":
         return _doctor(given[1:])
+    if command == "lengths":
+        return _lengths(given[1:])
     if command == "launch":
         return _launch(given[1:])
     if command == "report":
@@ -242,6 +254,50 @@ def _doctor(arguments: list[str]) -> int:
         print(to_json(machine).decode())
     else:
         doctor.show(machine, sys.stdout)
+    return 0
+
+
+def _lengths(arguments: list[str]) -> int:
+    if "--help" in arguments or "-h" in arguments:
+        lengths_parser().print_help()
+        return 0
+    namespace = parse_lengths(arguments)
+    from autotune import data_look, session
+    from autotune.deliver.narrator import Narrator
+    from autotune.events import Note
+
+    options = lengths_options(namespace)
+    quiet = namespace.json and not sys.stderr.isatty()
+    narrator = Narrator(sys.stderr)
+
+    def say(topic: Literal["job", "data"], text: str) -> None:
+        if not namespace.json:
+            narrator(Note(text=text, topic=topic))
+
+    narrator.start()
+    try:
+        with session.ended_by_signals(), session.children_for(options) as (children, options, machine):
+            found = data_look.look(
+                options,
+                children,
+                machine,
+                all_rows=namespace.all_rows,
+                say=say,
+                progress=None if quiet else narrator.progress,
+            )
+    finally:
+        narrator.close()
+    if namespace.json:
+        import json
+
+        print(json.dumps(data_look.to_builtins(found), indent=1))
+        return 0
+    from rich.console import Console
+
+    from autotune.deliver.lengths_screen import print_lengths
+
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    print_lengths(found.report, console, found.intervals)
     return 0
 
 

@@ -16,7 +16,7 @@ from autotune.children import Children
 from autotune.errors import AutotuneError, NotYetError
 from autotune.launcher import RELEVANT, default_config_file, import_environment
 
-__all__ = ["Job", "Method", "check_method", "effective", "import_environment", "read_job", "write_job"]
+__all__ = ["Job", "Method", "check_method", "effective", "import_environment", "known_method", "read_job", "write_job"]
 
 Method = Literal["sft", "dpo", "kto", "reward", "grpo", "rloo", "online_dpo"]
 
@@ -73,14 +73,19 @@ class Job(msgspec.Struct, frozen=True):
     flags: list[str] = []  # launcher options that only the command line can give, as `--cpu`
 
 
-def check_method(method: str) -> Method:
-    """The method, if this version tunes it. Raises AutotuneError or NotYetError."""
-    known = get_args(Method)
+def known_method(method: str) -> Method:
+    """The method, if it is one of TRL's. Raises AutotuneError."""
+    known: tuple[Method, ...] = get_args(Method)
     if method not in known:
         near = difflib.get_close_matches(method, known, n=1)
         meant = f"did you mean `{near[0]}`? " if near else ""
         raise AutotuneError(f"unknown method `{method}`", hint=f"{meant}TRL's methods here are {_listed(known)}")
-    if method != "sft":
+    return known[known.index(method)]
+
+
+def check_method(method: str) -> Method:
+    """The method, if this version tunes it. Raises AutotuneError or NotYetError."""
+    if known_method(method) != "sft":
         itself = "TRL has no command for it" if method == "online_dpo" else f"`trl {method}` itself runs as before"
         raise NotYetError(f"tuning `{method}` is not built yet", hint=f"this version tunes `sft`; {itself}")
     return "sft"
@@ -96,17 +101,20 @@ def read_job(
     cpu_bf16: bool,
     precision: tuple[str, str] | None = None,
     elsewhere: dict[str, bool] | None = None,
+    for_data: bool = False,
 ) -> Job:
     """Read what follows `trl METHOD` on a command line, with TRL's own parser, in a child.
 
     `accelerator` says whether there is a GPU that TRL can use, `cpu_bf16` whether the CPU has bf16 arithmetic,
     `precision` what to compute in where the job does not say, with the reason; None leaves it to TRL's default.
     `elsewhere` is what torch would answer on a machine that is not here (`as_torch_sees`); None for this machine.
+    With `for_data` the job is read for the sake of its data: it may be of any method, run in several processes, be
+    sharded or read a stream.
     Takes about 0.1 s in a forked child, 6 s in a fresh one. Raises AutotuneError for whatever TRL would refuse, and for
     what it would silently ignore;
     NotYetError for jobs that this version cannot tune.
     """
-    known_method = check_method(method)
+    its_method = known_method(method) if for_data else check_method(method)
     config_path, rest = job_yaml.split_config(arguments)
     config = None
     if config_path is not None:
@@ -114,7 +122,8 @@ def read_job(
     own_environment = dict(os.environ)
     names = {name for name in (*own_environment, *children.environment) if name.startswith(RELEVANT)}
     request = {
-        "method": known_method,
+        "method": its_method,
+        "for_data": for_data,
         "arguments": rest,
         "config_name": config_path,
         "config_text": config.text if config else "",
@@ -133,7 +142,7 @@ def read_job(
     exact = {**own_environment, **file_environment, **parsed["launch_environment"]}
     given = {**parsed["file_options"], **parsed["command_line"]}
     return Job(
-        method=known_method,
+        method=its_method,
         config_path=config_path,
         config_text=config.text if config else "",
         command_line=parsed["command_line"],

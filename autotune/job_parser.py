@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
 import os
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from autotune.errors import AutotuneError
 from autotune.job_additions import needed_here
 from autotune.job_elsewhere import pretend
 from autotune.job_limits import check_model_and_data, check_packing, refuse_not_yet
+from autotune.job_method import count_processes, parser_of
 from autotune.job_refusals import Refusals, refuse_strays
 from autotune.job_values import SCRIPT, fits, is_jsonable, jsonable, shown, takes, type_hints, without_secrets
 
@@ -31,7 +31,7 @@ class _Parse:
         self.request = request
         self.folder = folder
         self.arguments: list[str] = request["arguments"]
-        self.make_parser = importlib.import_module(f"trl.scripts.{request['method']}").make_parser
+        self.make_parser = parser_of(request["method"])
         self.parser = self.make_parser(prog=f"trl {request['method']}")
         self.actions: dict[str, argparse.Action] = {}
         for action in self.parser._actions:
@@ -53,17 +53,21 @@ class _Parse:
         file_options, launcher_names = self.check_file()
         command_line, flags, remaining_names = self.read_command_line()
         launcher_names |= remaining_names
+        given = {**file_options, **command_line}
         additions, reasons = needed_here(
-            {**file_options, **command_line},
+            given,
             accelerator=self.request["accelerator"],
             cpu_bf16=self.request["cpu_bf16"],
             precision=self.request["precision"],
         )
         environment_before = {**os.environ, **self.file_environment()}
+        if self.request["for_data"]:
+            count_processes(given.get("num_processes"))
         *configs, from_file, from_command_line = self.trl_parse(additions)
         resolved = self.resolved(configs)
         launch_arguments, launch_environment = self.launch(from_file + from_command_line, environment_before)
-        refuse_not_yet(resolved, launch_arguments)
+        if not self.request["for_data"]:
+            refuse_not_yet(resolved, launch_arguments)
         check_model_and_data(resolved)
         check_packing(resolved)
         return {

@@ -16,7 +16,7 @@ import msgspec
 
 from autotune.children import ChildError, Children
 from autotune.errors import AutotuneError
-from autotune.job import Job, check_method, import_environment
+from autotune.job import Job, import_environment, known_method
 from autotune.plan.space import Grade
 from autotune.probe.attention import probe_attention
 from autotune.probe.builds import expected_attention
@@ -102,10 +102,12 @@ def examine(options: Options, *, model: str | None) -> Machine:
 @contextlib.contextmanager
 def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]]:
     """Start the server in the job's launch environment; its log goes with it."""
-    check_method(options.method)
+    known_method(options.method)
     arguments = list(options.arguments)
     if options.demo and "--config" in arguments:
         raise AutotuneError("`--demo` brings a config of its own", hint="leave out `--demo` or `--config`")
+    if options.demo and options.method != "sft":
+        raise AutotuneError(f"`--demo` is a training of `sft`, not of `{options.method}`", hint="write `sft --demo`")
     of_the_job = import_environment(arguments, options.folder)
     machine = machine_for(options, of_the_job)
     environment = _with_gpus(of_the_job, None if machine.what_if else options.gpus)

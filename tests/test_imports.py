@@ -47,6 +47,7 @@ RUN_IN_A_CHILD = {
     "autotune/probe/hub_kernels.py",
     "autotune/probe/layer_kernels.py",
     "autotune/probe/model.py",
+    "autotune/probe/preferences.py",
     "autotune/probe/preparation.py",
     "autotune/probe/rendering.py",
     "autotune/probe/row_sample.py",

@@ -5,80 +5,157 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autotune.deliver.wording import seconds
-from autotune.plan.figures import weight_of
+from autotune.plan.figures import Arrangement, weight_of
 from autotune.plan.histogram import histogram
-from autotune.plan.lengths_report import LengthsReport, percentiles
+from autotune.plan.lengths_report import LengthsReport, percentiles_of, sequence_tokens, sequences_counted
+from autotune.probe.formats import ONLINE
+from autotune.probe.intervals import Interval
+from autotune.probe.lengths import Lengths
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from autotune.plan.sampled import Intervals
+
 BAR = 30  # characters of the longest bar
 
 
-def print_lengths(report: LengthsReport, console: Console) -> None:
-    """Print the report; 60 columns are enough for it, and nothing is said by colour alone."""
-    for part in (_head(report), "", _histogram(report), "", _arrangements(report), ""):
-        console.print(part)
+def print_lengths(report: LengthsReport, console: Console, intervals: Intervals | None = None) -> None:
+    """Print the report; 60 columns are enough for it, and nothing is said by colour alone.
+
+    `intervals` are those of a report on a sample: every figure is then told with how far it may be off.
+    """
+    console.print(_head(report, intervals))
+    for table in (
+        _histogram(report, intervals, blocks=console.encoding.startswith("utf")),
+        _arrangements(report, intervals),
+    ):
+        console.print()
+        _print_bare(table, console)
+    console.print()
     for sentence in report.findings.sentences:
-        console.print(f"* {sentence}")
+        console.print(f"* {sentence}{' (est.)' if intervals else ''}")
     for problem in report.findings.warnings:
         console.print(f"\nwarning: {problem.what}\nhint: {problem.hint}")
+    if intervals:
+        console.print(f"\nestimated from {report.lengths.rows_measured:,} rows, with 95 % intervals")
+        console.print("hint: `--all-rows` measures every row")
 
 
-def _head(report: LengthsReport) -> str:
+def _print_bare(table: RenderableType, console: Console) -> None:
+    """Without the spaces that rich fills a table's lines with."""
+    with console.capture() as drawn:
+        console.print(table)
+    for line in drawn.get().splitlines():
+        console.print(line.rstrip(), soft_wrap=True)
+
+
+def unit(lengths: Lengths) -> str:
+    """What a row of the data is to the method."""
+    return "prompts" if lengths.method in ONLINE else "pairs" if lengths.method in ("dpo", "reward") else "rows"
+
+
+def _head(report: LengthsReport, intervals: Intervals | None) -> str:
     lengths = report.lengths
-    at = percentiles(lengths)
-    total = round(sum(lengths.tokens) * weight_of(lengths))
-    line = f"{lengths.rows:,} rows ({lengths.format}), {total:,} tokens, read in {seconds(lengths.seconds)}"
+    total = f"{round(sum(lengths.tokens) * weight_of(lengths)):,} tokens"
+    if intervals:
+        total += f" ({_span(intervals.tokens)})"
+    read = "read earlier" if lengths.cached else f"read in {seconds(lengths.seconds)}"
+    lines = [f"{lengths.rows:,} {unit(lengths)} ({lengths.format}), {total}, {read}"]
     if lengths.rows_measured < lengths.rows:
-        line += f"\nfrom a sample of {lengths.rows_measured:,} rows"
+        lines.append(f"from a sample of {lengths.rows_measured:,} rows")
     if not lengths.rows_known:
-        line += "\na stream: these are its first rows, and how many follow is not known"
-    shares = "   ".join(f"{percent} %: {length:,}" for percent, length in at.items())
-    return f"{line}\ntokens per row   {shares}"
+        lines.append("a stream: these are its first rows, and how many follow is not known")
+    for name, tokens in sequence_tokens(lengths).items():
+        known = intervals.sequences[name] if intervals else {}
+        shares = "   ".join(
+            f"{percent} %: {_with_span(length, known.get(percent), longest=bool(known) and percent == '100')}"
+            for percent, length in percentiles_of(tokens).items()
+        )
+        lines.append(f"tokens per {name}   {shares}")
+    return "\n".join(lines)
 
 
-def _histogram(report: LengthsReport) -> RenderableType:
+def _with_span(value: int, interval: Interval | None, *, longest: bool) -> str:
+    if interval is not None:
+        return f"{value:,} ({_span(interval)})"
+    return f"{value:,} or more" if longest else f"{value:,}"
+
+
+def _span(interval: Interval) -> str:
+    return f"{round(interval.low):,} to {round(interval.high):,}"
+
+
+def _histogram(report: LengthsReport, intervals: Intervals | None, *, blocks: bool) -> RenderableType:
     from rich.bar import Bar
     from rich.table import Table
 
-    bins = histogram(report.lengths.tokens)
+    bins = histogram(sequences_counted(report.lengths))
     most = max((one.rows for one in bins), default=0)
     weight = weight_of(report.lengths)
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("tokens", justify="right")
-    table.add_column("rows", justify="right")
+    table.add_column(
+        "sequences" if report.lengths.method in ("dpo", "reward") else unit(report.lengths), justify="right"
+    )
+    if intervals:
+        table.add_column("95 %", justify="right")
     table.add_column("")
-    for one in bins:
+    for place, one in enumerate(bins):
         span = f"{one.low:,}" if one.low == one.high else f"{one.low:,}-{one.high:,}"
-        table.add_row(span, f"{round(one.rows * weight):,}", Bar(most or 1, 0, one.rows, width=BAR))
+        off = [f"+- {_reach(intervals.histogram[place]):,.0f}"] if intervals else []
+        plain = "#" * round(BAR * one.rows / (most or 1))  # for an encoding without blocks
+        bar = Bar(most or 1, 0, one.rows, width=BAR) if blocks else plain
+        table.add_row(span, f"{round(one.rows * weight):,}", *off, bar)
     return table
 
 
-def _arrangements(report: LengthsReport) -> RenderableType:
+def _reach(interval: Interval) -> float:
+    return interval.high - interval.value
+
+
+def _arrangements(report: LengthsReport, intervals: Intervals | None) -> RenderableType:
     from rich.table import Table
 
+    lengths = report.lengths
+    cut = report.max_length is not None or lengths.method not in ONLINE
     length = "no max_length" if report.max_length is None else f"max_length {report.max_length:,}"
+    batch = f"{report.micro_batch} x {report.accumulation}"
+    batch += f" x {report.processes} processes" if report.processes > 1 else ""
+    what = "completions" if lengths.method in ("grpo", "rloo") else unit(lengths)
     table = Table(
         box=None,
         pad_edge=False,
         header_style="",
-        title=f"at {length} and {report.micro_batch} x {report.accumulation} rows a step",
+        title=f"at {f'{length} and ' if cut else ''}{batch} {what} a step",
         title_justify="left",
         title_style="",
     )
     table.add_column("")
-    for name in ("rows", "steps", "fill", "dropped", "split"):
+    for name in (unit(lengths), "steps", "fill", "dropped", *(["split"] if lengths.method == "sft" else [])):
         table.add_column(name, justify="right")
-    tokens = sum(report.lengths.tokens) * weight_of(report.lengths)
+    tokens = sum(lengths.tokens) * weight_of(lengths)
     for name, figures in report.figures.items():
         mark = "" if figures.exact else " est."
-        table.add_row(
-            name + mark,
+        values = [
             f"{figures.rows:,}",
             f"{report.steps_per_epoch(figures):,}",
             f"{figures.fill:.1%}",
             f"{figures.dropped_tokens / tokens:.1%}" if tokens else "-",
             f"{figures.split_rows:,}",
-        )
+        ]
+        table.add_row(name + mark, *values[: len(table.columns) - 1])
+        if intervals:
+            table.add_row("  95 %", *_reaches(intervals, name, tokens)[: len(table.columns) - 1])
     return table
+
+
+def _reaches(intervals: Intervals, name: Arrangement, tokens: float) -> list[str]:
+    reach = {figure: _reach(interval) for figure, interval in intervals.arrangements[name].items()}
+    return [
+        f"+- {reach['rows']:,.0f}",
+        f"+- {reach['steps_per_epoch']:,.0f}",
+        f"+- {reach['fill']:.2%}",
+        f"+- {reach['dropped_tokens'] / tokens:.2%}" if tokens else "-",
+        f"+- {reach['split_rows']:,.0f}",
+    ]

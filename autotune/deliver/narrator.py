@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 TOPIC_WIDTH = 9
 SETTING_COLUMN = 43  # where the settings of the table begin
+TELL_SECONDS = 10.0  # between lines about what goes on, where there is no bar
 PHASES = {
     "start": "starting",
     "load_model": "loading the model",
@@ -62,6 +63,8 @@ class Narrator:
         self._topic = ""
         self._table = False
         self._method = ""
+        self._first: tuple[float, int] | None = None  # when reading was first told of, and the rows read by then
+        self._told = 0.0
 
     def start(self) -> None:
         """Start drawing the bar, where there is a terminal."""
@@ -74,7 +77,18 @@ class Narrator:
 
     def progress(self, what: str, done: int, of: int) -> None:
         """Long work before the first trial."""
-        self._show(what, done, of, f"{done:,} of {of:,} rows")
+        now = time.monotonic()
+        if self._first is None or done < self._first[1]:
+            self._first, self._told = (now, done), now
+        began, already = self._first
+        rate = (done - already) / (now - began) if now > began else 0.0
+        left = f"{done:,} of {of:,} rows"
+        if rate and of > done:
+            left += f", {rate:,.0f} rows/s, {wording.seconds((of - done) / rate)} left"
+        self._show(what, done, of, left)
+        if not self._console.is_terminal and now - self._told > TELL_SECONDS:
+            self._told = now
+            self._line("data", f"{what}: {left}")
 
     def __call__(self, event: AnyEvent) -> None:
         match event:

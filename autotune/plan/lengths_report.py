@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +13,11 @@ from autotune.plan.findings import LENGTHS, Findings, find, kept_share
 from autotune.plan.histogram import histogram
 from autotune.plan.packing import bfd, bfd_split, wrapped
 from autotune.plan.padding import Kept, TruncationMode, padded, truncate
+from autotune.plan.prompts import generation_of, padded_prompts, sentences, steps_per_epoch, warnings
 from autotune.plan.rebalance import rebalanced
+from autotune.plan.sequence_findings import find_in_sequences
+from autotune.plan.sequences import padded_sequences, sequences_of
+from autotune.probe.formats import ONLINE
 from autotune.probe.lengths import Lengths
 
 PERCENTILES = (50, 90, 99, 100)
@@ -28,9 +34,12 @@ class LengthsReport(msgspec.Struct, frozen=True, kw_only=True):
     kept: Kept
     figures: dict[Arrangement, Figures]
     findings: Findings
+    steps: int | None = None  # of an epoch, where they do not follow from rows and batch
 
     def steps_per_epoch(self, figures: Figures) -> int:
         """Optimizer steps of one pass over the data; the last may hold fewer rows."""
+        if self.steps is not None:
+            return self.steps
         return -(-figures.rows // (self.micro_batch * self.accumulation * self.processes))
 
 
@@ -74,35 +83,154 @@ def lengths_report(
     )
 
 
+def job_report(
+    lengths: Lengths, resolved: Mapping[str, Any], *, position_limit: int | None = None, processes: int = 1
+) -> LengthsReport:
+    """The report of a job of any method, from its options as TRL's parser made them."""
+    if lengths.method in ONLINE:
+        return _prompts_report(lengths, resolved, position_limit=position_limit, processes=processes)
+    if lengths.method != "sft":
+        return _sequences_report(lengths, resolved, position_limit=position_limit, processes=processes)
+    return lengths_report(
+        lengths,
+        max_length=resolved["max_length"],
+        micro_batch=resolved["per_device_train_batch_size"],
+        accumulation=resolved["gradient_accumulation_steps"],
+        truncation_mode=resolved["truncation_mode"],
+        num_proc=resolved.get("dataset_num_proc"),
+        shuffled=bool(resolved.get("shuffle_dataset")),
+        processes=processes,
+        position_limit=position_limit,
+    )
+
+
+def _sequences_report(
+    lengths: Lengths, resolved: Mapping[str, Any], *, position_limit: int | None, processes: int
+) -> LengthsReport:
+    max_length, micro_batch = resolved["max_length"], resolved["per_device_train_batch_size"]
+    data = sequences_of(
+        lengths,
+        max_length,
+        truncation_mode=resolved.get("truncation_mode", "keep_start"),
+        micro_batch=micro_batch,
+        # TRL 1.16, `KTOTrainer.__init__`: of all losses only this one has no KL term
+        estimates_kl=lengths.method == "kto" and resolved["loss_type"] != "apo_zero_unpaired",
+    )
+    figures = padded_sequences(
+        data,
+        micro_batch,
+        in_order=resolved.get("train_sampling_strategy") == "sequential",
+        pad_to_multiple_of=resolved.get("pad_to_multiple_of") or 1,
+    )
+    return LengthsReport(
+        lengths=lengths,
+        max_length=max_length,
+        micro_batch=micro_batch,
+        accumulation=resolved["gradient_accumulation_steps"],
+        processes=processes,
+        kept=data.kept,
+        figures={"padded": figures},
+        findings=find_in_sequences(
+            lengths, data, figures, max_length=max_length, micro_batch=micro_batch, position_limit=position_limit
+        ),
+    )
+
+
+def _prompts_report(
+    lengths: Lengths, resolved: Mapping[str, Any], *, position_limit: int | None, processes: int
+) -> LengthsReport:
+    generation = generation_of(lengths.method, resolved, processes=processes)
+    figures = padded_prompts(lengths, generation, pad_to_multiple_of=resolved.get("pad_to_multiple_of") or 1)
+    return LengthsReport(
+        lengths=lengths,
+        max_length=generation.total,
+        micro_batch=resolved["per_device_train_batch_size"],
+        accumulation=resolved["gradient_accumulation_steps"],
+        processes=processes,
+        kept=Kept(
+            row_numbers=tuple(lengths.row_numbers or range(len(lengths.tokens))),
+            tokens=lengths.tokens,
+            loss_tokens=(0,) * len(lengths.tokens),
+            dropped_tokens=0,
+            dropped_rows=0,
+            weight=weight_of(lengths),
+        ),
+        figures={"padded": figures},
+        findings=Findings(
+            sentences=tuple(sentences(lengths, figures, generation)),
+            warnings=tuple(warnings(lengths, generation, position_limit)),
+        ),
+        steps=steps_per_epoch(lengths.method, resolved, lengths.rows, processes=processes),
+    )
+
+
+def sequence_tokens(lengths: Lengths) -> dict[str, Sequence[int]]:
+    """Token lengths of what a row holds, by what it is called, before truncation."""
+    prompt = lengths.prompt_tokens
+    match lengths.method:
+        case "sft":
+            return {"row": lengths.tokens}
+        case "dpo":
+            return {
+                "prompt": prompt,
+                "prompt and chosen": tuple(map(sum, zip(prompt, lengths.chosen_tokens, strict=True))),
+                "prompt and rejected": tuple(map(sum, zip(prompt, lengths.rejected_tokens, strict=True))),
+            }
+        case "reward":
+            return {"chosen": lengths.chosen_tokens, "rejected": lengths.rejected_tokens}
+        case "kto":
+            return {"prompt": prompt, "prompt and completion": lengths.tokens}
+        case _:
+            return {"prompt": lengths.tokens}
+
+
+def sequences_counted(lengths: Lengths) -> Sequence[int]:
+    """The lengths that the histogram counts: of whole rows, of both sequences of each pair, or of prompts."""
+    by_name = sequence_tokens(lengths)
+    if lengths.method in ("dpo", "reward"):
+        return tuple(itertools.chain(*list(by_name.values())[-2:]))
+    return lengths.tokens
+
+
 def to_builtins(report: LengthsReport) -> dict[str, Any]:
     """The report as JSON values (schema 1)."""
     lengths = report.lengths
     weight = weight_of(lengths)
-    longest = max(lengths.tokens, default=0)
-    shorter = [one for one in LENGTHS if one < longest]
-    return {
+    told: dict[str, Any] = {
         "schema": 1,
         "rows": lengths.rows,
         "rows_measured": lengths.rows_measured,
         "rows_known": lengths.rows_known,
         "format": lengths.format,
         "tokens": round(sum(lengths.tokens) * weight),
-        "loss_tokens": round(sum(lengths.loss_tokens) * weight),
         "percentiles": percentiles(lengths),
         "histogram": [
-            {"low": one.low, "high": one.high, "rows": round(one.rows * weight)} for one in histogram(lengths.tokens)
+            {"low": one.low, "high": one.high, "rows": round(one.rows * weight)}
+            for one in histogram(sequences_counted(lengths))
         ],
         "max_length": report.max_length,
-        "keeps": {str(one): round(kept_share(lengths, one), 4) for one in shorter},
         "arrangements": {name: _described(report, figures) for name, figures in report.figures.items()},
         "findings": list(report.findings.sentences),
         "warnings": [msgspec.to_builtins(one) for one in report.findings.warnings],
     }
+    if lengths.method == "sft":
+        shorter = [one for one in LENGTHS if one < max(lengths.tokens, default=0)]
+        told["loss_tokens"] = round(sum(lengths.loss_tokens) * weight)
+        told["keeps"] = {str(one): round(kept_share(lengths, one), 4) for one in shorter}
+    else:
+        told["method"] = lengths.method
+        told["sequences"] = {name: percentiles_of(tokens) for name, tokens in sequence_tokens(lengths).items()}
+    return told
 
 
 def percentiles(lengths: Lengths) -> dict[str, int]:
     """Lengths before truncation that 50, 90, 99 and 100 % of the rows do not exceed; empty for no rows."""
-    ascending = sorted(lengths.tokens)
+    return percentiles_of(lengths.tokens)
+
+
+def percentiles_of(tokens: Sequence[int]) -> dict[str, int]:
+    """As `percentiles`, of any lengths."""
+    ascending = sorted(tokens)
     if not ascending:
         return {}
     return {str(percent): ascending[-(-percent * len(ascending) // 100) - 1] for percent in PERCENTILES}
