@@ -9,6 +9,7 @@ import shutil
 import stat
 from array import array
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from autotune.children import Children
 from autotune.errors import AutotuneError
-from autotune.probe import lengths_cache, lengths_file, sampling
+from autotune.probe import cores, lengths_cache, lengths_file, sampling
 from autotune.probe.intervals import Estimates, estimates, mean
 from autotune.probe.lengths import Lengths, kept_lengths, measure_lengths
 from tests import tiny
@@ -158,6 +159,27 @@ def test_tokens_in_the_data_are_counted_however_many(children: Children, model: 
     lengths = measure_lengths(job, folder=tmp_path, children=children)
     assert list(lengths.tokens) == lengths_there
     assert lengths.row_numbers == ()
+
+
+# ---- all cores
+
+
+def square_or_die(number: int) -> int:
+    if number < 0:
+        os._exit(9)
+    return 100 // number
+
+
+def test_results_come_in_order_from_every_process() -> None:
+    assert list(cores.each(square_or_die, range(1, 101), processes=3)) == [100 // number for number in range(1, 101)]
+    assert list(cores.each(square_or_die, [5, 4], processes=1)) == [20, 25]
+
+
+def test_what_ends_a_process_is_raised_here() -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(cores.each(square_or_die, [1, 0, 2], processes=2))
+    with pytest.raises(BrokenProcessPool):
+        list(cores.each(square_or_die, [1, -1, 2], processes=2))
 
 
 # ---- the cache

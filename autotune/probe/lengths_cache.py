@@ -21,7 +21,9 @@ TORN_SECONDS = 3600.0  # what an interrupted write left behind is as old as this
 SAMPLED_BLOCKS = 16
 BLOCK_BYTES = 64 * 2**10
 LIBRARIES = ("trl", "transformers", "tokenizers", "datasets")
-OWN_MODULES = "batched cores formats measuring preparation rendering sampling tokenizer training_data".split()
+OWN_MODULES = (
+    "batched cores counts formats measuring preferences preparation rendering sampling tokenizer training_data".split()
+)
 
 
 def key_of(request: Mapping[str, Any], tokenizer: Tokenizer, files: Iterable[Path]) -> str | None:

@@ -26,7 +26,7 @@ from autotune.probe import (
     training_data,
 )
 from autotune.probe import tokenizer as tokenizers
-from autotune.probe.batched import Counts, Preparing
+from autotune.probe.counts import Counts, Preparing, as_rows, no_counts, unpaired
 from autotune.probe.formats import COLUMNS, Method
 from autotune.probe.rendering import Renderer, UnknownHereError
 from autotune.probe.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ def measure(request: Mapping[str, Any], folder: Path) -> None:
         counts["row_numbers"] = array("i", measured.row_numbers)
         sizes = sampling.row_sizes(rows.at(measured.row_numbers).data).clip(max=2**31 - 1).tolist()
         if _unpairs(rows):
-            sizes = batched.unpaired({"both": array("i", [size for size in sizes for _ in range(2)])})["both"]
+            sizes = unpaired({"both": array("i", [size for size in sizes for _ in range(2)])})["both"]
         counts["text_bytes"] = array("i", sizes)
     lengths_file.write(into, facts, counts)
     if cache and key and rows_known:
@@ -206,14 +206,14 @@ def _batched_way(rows: Rows) -> Counting:
 
         def count_span(span: tuple[int, int]) -> Counts | str:
             try:
-                counts = count_rows(batched.as_rows(some.data[span[0] : span[1]]))
+                counts = count_rows(as_rows(some.data[span[0] : span[1]]))
             except Exception as error:
                 return str(error) if isinstance(error, UnknownHereError) else preparation.reason_of(error)
             if next(done) % GIVE_BACK_BATCHES == 0:
                 mapped_memory.give_back()
             return counts
 
-        counts = batched.no_counts(rows.preparing.method)
+        counts = no_counts(rows.preparing.method)
         spans = list(sampling.batches(sampling.row_sizes(some.data)))
         processes = cores.available() if len(some.data) >= preparation.PARALLEL_ROWS else 1
         parts = cores.each(count_span, spans, processes=processes)
@@ -226,7 +226,7 @@ def _batched_way(rows: Rows) -> Counting:
                 for name, values in part.items():
                     counts[name] += values
                 tell(end, len(some.data))
-        return batched.unpaired(counts) if _unpairs(rows) else counts
+        return unpaired(counts) if _unpairs(rows) else counts
 
     return count
 

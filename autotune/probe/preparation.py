@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from autotune.errors import AutotuneError
-from autotune.probe.batched import Counts, Preparing, no_counts
+from autotune.probe.counts import Counts, Preparing, no_counts
 from autotune.probe.formats import ONLINE, Method, is_chat
 from autotune.probe.rendering import UnknownHereError
 from autotune.probe.tokenizer import Tokenizer

@@ -34,8 +34,9 @@ def by_size(sizes: Sizes, count: int) -> Sizes:
 
     A row's tokens follow its bytes, so that rows next to each other in that order are nearly alike: the mean of every
     n-th of them has an interval 3 times as narrow as that of random rows, where tokens of a long tail are 3 to 5 bytes
-    each, and the long tail is in it in proportion. Blocks by position would gain nothing where a file is shuffled. Every row has the same chance, so
-    that each stands for the same number of rows; rows of one size are taken at random.
+    each, and the long tail is in it in proportion. Blocks by position would gain nothing where a file is shuffled.
+    Every row has the same chance, so that each stands for the same number of rows; rows of one size are taken at
+    random.
     """
     import numpy
 
