@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+import transformers
 import trl
 
 from autotune.children import Children
@@ -168,7 +170,53 @@ def test_the_order_of_rows_and_batches_is_kept_in_many_rows(children: Children, 
     check_against_the_trainer(lengths, by_the_trainer(job, tmp_path))
 
 
+@pytest.mark.parametrize("shape", ["a heavy tail", "system messages", "prompts that merge into their completion"])
+def test_tokens_that_begin_plain_text_are_counted(shape: str, children: Children, tmp_path: Path) -> None:
+    model = tiny.make_model(tmp_path / "begins")
+    path = model / "tokenizer.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    begin = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+    written["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
+    }
+    path.write_text(json.dumps(written), encoding="utf-8")
+    job = job_of(model, SHAPES[shape][0](), tmp_path)
+    lengths = measure_lengths(job, folder=tmp_path, children=children)
+    assert lengths.by == "batched", lengths.by_reason
+    check_against_the_trainer(lengths, by_the_trainer(job, tmp_path))
+
+
+@pytest.mark.parametrize("shape", ["system messages", "tools"])
+@pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "llama3"])
+def test_the_template_that_trl_trains_with_is_used(
+    shape: str, template: str, children: Children, tmp_path: Path
+) -> None:
+    """For these TRL has one that marks the answers, and puts it in the place of the model's own."""
+    model = tiny.make_model(tmp_path / "model")
+    known = Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja"
+    shutil.copy(known, model / "chat_template.jinja")
+    job = job_of(model, SHAPES[shape][0](), tmp_path, assistant_only_loss=True)
+    lengths = measure_lengths(job, folder=tmp_path, children=children)
+    assert lengths.by == "batched", lengths.by_reason
+    assert all(0 < loss < tokens for loss, tokens in zip(lengths.loss_tokens, lengths.tokens, strict=True))
+    check_against_the_trainer(lengths, by_the_trainer(job, tmp_path))
+
+
 # ---- where TRL's own preparation is used
+
+
+def test_a_slow_tokenizer_is_left_to_trl(children: Children, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "slow"
+    shutil.copytree(model, folder, ignore=lambda _, names: [name for name in names if "token" in name])
+    transformers.ByT5Tokenizer().save_pretrained(folder)
+    lengths = measure_lengths(
+        job_of(folder, [{"text": "ba"}, {"text": "漢"}], tmp_path), folder=tmp_path, children=children
+    )
+    assert (lengths.by, lengths.by_reason) == ("TRL", "a slow tokenizer")
+    assert lengths.tokens == (2 + 1, 3 + 1)  # a token for each byte and the one that ends every text
 
 
 def test_prepared_rows_are_counted_as_they_are(children: Children, model: Path, tmp_path: Path) -> None:

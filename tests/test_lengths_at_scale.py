@@ -217,6 +217,15 @@ def touched_data(job: dict[str, Any], folder: Path) -> None:
     os.utime(folder / "rows.jsonl", ns=(1, 1))
 
 
+def changed_in_place(job: dict[str, Any], folder: Path) -> None:
+    """Another text of the same size, in a file that says that it is as old."""
+    path = folder / "rows.jsonl"
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"ba", b"zz", 1))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+
+
 def another_template(job: dict[str, Any], folder: Path) -> None:
     (folder / "other.jinja").write_text("{{ messages }}", encoding="utf-8")
     job["chat_template_path"] = "other.jinja"
@@ -226,7 +235,7 @@ def another_end(job: dict[str, Any], folder: Path) -> None:
     job["eos_token"] = tiny.PAD
 
 
-@pytest.mark.parametrize("change", [changed_data, touched_data, another_template, another_end])
+@pytest.mark.parametrize("change", [changed_data, touched_data, changed_in_place, another_template, another_end])
 def test_what_changes_the_lengths_is_measured_anew(
     change: Callable[[dict[str, Any], Path], None], children: Children, model: Path, tmp_path: Path
 ) -> None:

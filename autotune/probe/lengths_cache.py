@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from autotune.probe.tokenizer import Tokenizer
 
 KEPT_BYTES = 48 * 2**20  # 2 million rows
 TORN_SECONDS = 3600.0  # what an interrupted write left behind is as old as this
-SAMPLED_BLOCKS = 16
+SAMPLED_BLOCKS = 16  # of a file; fewer where there are many files, down to the last one
+ALL_BLOCKS = 1024
 BLOCK_BYTES = 64 * 2**10
 LIBRARIES = ("trl", "transformers", "tokenizers", "datasets")
 OWN_MODULES = (
@@ -26,7 +27,7 @@ OWN_MODULES = (
 )
 
 
-def key_of(request: Mapping[str, Any], tokenizer: Tokenizer, files: Iterable[Path]) -> str | None:
+def key_of(request: Mapping[str, Any], tokenizer: Tokenizer, files: Sequence[Path]) -> str | None:
     """What the lengths depend on, as a name for their file; None where it cannot be told.
 
     That is the options in `request`, the tokenizer with its chat template, the files' content, the libraries that do
@@ -46,8 +47,9 @@ def key_of(request: Mapping[str, Any], tokenizer: Tokenizer, files: Iterable[Pat
         digest.update(json.dumps([*told, tokenizer.inner.split_special_tokens]).encode())
     digest.update(backend.to_str().encode())
     try:
+        blocks = max(1, min(SAMPLED_BLOCKS, ALL_BLOCKS // max(1, len(files))))
         for path in files:
-            _add(digest, path)
+            _add(digest, path, blocks)
     except OSError:
         return None
     return digest.hexdigest()
@@ -77,12 +79,12 @@ def _path(folder: Path, key: str) -> Path:
     return folder / f"{key}.lengths"
 
 
-def _add(digest: Any, path: Path) -> None:
+def _add(digest: Any, path: Path, blocks: int) -> None:
     state = path.stat()
     digest.update(f"{state.st_size} {state.st_mtime_ns}\n".encode())
     last = max(0, state.st_size - BLOCK_BYTES)
     with path.open("rb") as file:
-        for start in sorted({last * block // (SAMPLED_BLOCKS - 1) for block in range(SAMPLED_BLOCKS)}):
+        for start in sorted({last, *(last * block // blocks for block in range(blocks - 1))}):
             file.seek(start)
             digest.update(file.read(BLOCK_BYTES))
 
