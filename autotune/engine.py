@@ -17,7 +17,7 @@ from autotune.events import AnyEvent, EventWriter, Note, RunFinished, RunStarted
 from autotune.folder import Prepared
 from autotune.job import Job, read_job
 from autotune.job_limits import check_half_weights
-from autotune.plan import cost
+from autotune.plan import cost, findings
 from autotune.plan.axes import build_space
 from autotune.plan.data import Data
 from autotune.plan.lengths_report import lengths_report
@@ -108,6 +108,14 @@ def prepare(
             hint=f"at `max_length: {data.max_length}` the prompts alone fill every row; TRL would drop them all",
         )
     _note(emit, "data", wording.data_line(data))
+    for problem in findings.warnings(
+        lengths,
+        data.kept,
+        data.packed(job.resolved["per_device_train_batch_size"], job.resolved["gradient_accumulation_steps"]),
+        max_length=data.max_length,
+        position_limit=model.max_position_embeddings,
+    ):
+        _note(emit, "data", f"{problem.what}; {problem.hint}")
     allowed: frozenset[Grade] = OFFERED | set(options.allowed)
     space = build_space(job, machine, data, allowed=allowed)
     memory_limit = options.memory_limit_bytes

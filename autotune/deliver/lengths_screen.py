@@ -26,12 +26,10 @@ def print_lengths(report: LengthsReport, console: Console, intervals: Intervals 
     `intervals` are those of a report on a sample: every figure is then told with how far it may be off.
     """
     console.print(_head(report, intervals))
-    for table in (
-        _histogram(report, intervals, blocks=console.encoding.startswith("utf")),
-        _arrangements(report, intervals),
-    ):
-        console.print()
-        _print_bare(table, console)
+    console.print()
+    _print_bare(_histogram(report, intervals, blocks=console.encoding.startswith("utf")), console)
+    console.print(f"\n{_batch(report)}")
+    _print_bare(_arrangements(report, intervals), console)
     console.print()
     for sentence in report.findings.sentences:
         console.print(f"* {sentence}{' (est.)' if intervals else ''}")
@@ -114,25 +112,25 @@ def _reach(interval: Interval) -> float:
     return interval.high - interval.value
 
 
-def _arrangements(report: LengthsReport, intervals: Intervals | None) -> RenderableType:
-    from rich.table import Table
-
+def _batch(report: LengthsReport) -> str:
+    """What the arrangements are for."""
     lengths = report.lengths
     cut = report.max_length is not None or lengths.method not in ONLINE
     length = "no max_length" if report.max_length is None else f"max_length {report.max_length:,}"
     batch = f"{report.micro_batch} x {report.accumulation}"
     batch += f" x {report.processes} processes" if report.processes > 1 else ""
     what = "completions" if lengths.method in ("grpo", "rloo") else unit(lengths)
-    table = Table(
-        box=None,
-        pad_edge=False,
-        header_style="",
-        title=f"at {f'{length} and ' if cut else ''}{batch} {what} a step",
-        title_justify="left",
-        title_style="",
-    )
+    return f"at {f'{length} and ' if cut else ''}{batch} {what} a step"
+
+
+def _arrangements(report: LengthsReport, intervals: Intervals | None) -> RenderableType:
+    from rich.table import Table
+
+    lengths = report.lengths
+    table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("")
-    for name in (unit(lengths), "steps", "fill", "dropped", *(["split"] if lengths.method == "sft" else [])):
+    shown = 5 if lengths.method == "sft" else 3 if lengths.method in ONLINE else 4  # prompts are never cut off
+    for name in (unit(lengths), "steps", "fill", "dropped", "split")[:shown]:
         table.add_column(name, justify="right")
     tokens = sum(lengths.tokens) * weight_of(lengths)
     for name, figures in report.figures.items():
@@ -144,9 +142,9 @@ def _arrangements(report: LengthsReport, intervals: Intervals | None) -> Rendera
             f"{figures.dropped_tokens / tokens:.1%}" if tokens else "-",
             f"{figures.split_rows:,}",
         ]
-        table.add_row(name + mark, *values[: len(table.columns) - 1])
+        table.add_row(name + mark, *values[:shown])
         if intervals:
-            table.add_row("  95 %", *_reaches(intervals, name, tokens)[: len(table.columns) - 1])
+            table.add_row("  95 %", *_reaches(intervals, name, tokens)[:shown])
     return table
 
 

@@ -42,6 +42,12 @@ class Data:
             found = self._figures[arrangement] = self._compute(arrangement)
         return found
 
+    def packed(self, micro_batch: int, accumulation: int) -> Figures | None:
+        """The figures of `bfd` in rows of the job's `max_length`; None without one."""
+        if self.max_length is None:
+            return None
+        return self.figures(Arrangement("bfd", micro_batch, accumulation, self.max_length))
+
     def tokens_per_step(self, arrangement: Arrangement) -> float:
         """Mean useful tokens per optimizer step."""
         figures = self.figures(arrangement)

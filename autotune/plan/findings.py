@@ -55,7 +55,9 @@ def find(
     """
     return Findings(
         sentences=tuple(_sentences(lengths, figures, max_length, micro_batch)),
-        warnings=tuple(_warnings(lengths, figures, kept, max_length, position_limit)),
+        warnings=tuple(
+            warnings(lengths, kept, figures.get("bfd"), max_length=max_length, position_limit=position_limit)
+        ),
     )
 
 
@@ -93,16 +95,12 @@ def _percent(share: float) -> str:
     return "all" if share == 1.0 else f"{min(share, 0.999):.1%}"
 
 
-def _warnings(
-    lengths: Lengths,
-    figures: dict[Arrangement, Figures],
-    kept: Kept,
-    max_length: int | None,
-    position_limit: int | None,
+def warnings(
+    lengths: Lengths, kept: Kept, bfd: Figures | None, *, max_length: int | None, position_limit: int | None
 ) -> Iterator[Problem]:
+    """What is likely to be a mistake. `bfd` are the figures of packing to `max_length`, None where there is none."""
     enough = length_that_keeps(lengths)
     total = sum(lengths.tokens)
-    bfd = figures.get("bfd")
     if bfd is not None and bfd.rows and lengths.rows > 1 and lengths.rows / bfd.rows < PACKS_NOTHING:
         yield Problem(
             what=f"packing would pack nothing: {lengths.rows:,} documents fill {bfd.rows:,} rows of {max_length:,}",

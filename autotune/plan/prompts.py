@@ -86,9 +86,11 @@ def padded_prompts(lengths: Lengths, generation: Generation, *, pad_to_multiple_
 
 
 def sentences(lengths: Lengths, padded: Figures, generation: Generation) -> Iterator[str]:
-    together = generation.prompts
-    of = f"the longest of {together}" if together > 1 else "no other"
-    yield f"{1 - padded.fill:.0%} of prompt positions are padding: prompts are padded on the left to {of}"
+    if generation.prompts > 1:
+        of = f"the longest of {generation.prompts}"
+        yield f"{1 - padded.fill:.0%} of prompt positions are padding: prompts are padded on the left to {of}"
+    else:
+        yield "no prompt is padded: a process answers one at a time"
     yield f"each prompt is answered {generation.completions} times"
     if generation.completion_limit is not None and lengths.tokens:
         longest = max(lengths.tokens)
