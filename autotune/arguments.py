@@ -135,6 +135,10 @@ def parse_lengths(given: list[str]) -> argparse.Namespace:
             "`lengths` needs a method first", hint="for example `trl-autotune lengths sft --config sft.yaml`"
         )
     namespace, rest = lengths_parser().parse_known_args(given[1:])
+    for_tuning = {option for action in parser()._actions for option in action.option_strings}
+    for name in (argument.partition("=")[0] for argument in rest):
+        if name in for_tuning:
+            raise AutotuneError(f"`{name}` is for tuning, and `lengths` only looks at the data", hint="leave it out")
     namespace.method = given[0]
     namespace.arguments = rest
     return namespace

@@ -23,8 +23,8 @@ def code_in(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def help_text() -> str:
-    """What `trl-autotune --help` says and, for the options that it has alone, `doctor --help`."""
-    commands = [[sys.executable, "-m", "autotune", *command, "--help"] for command in ([], ["doctor"])]
+    """What `trl-autotune --help` says and, for the options that they have alone, `doctor --help` and `lengths --help`."""
+    commands = [[sys.executable, "-m", "autotune", *command, "--help"] for command in ([], ["doctor"], ["lengths"])]
     return "\n".join(
         subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout for command in commands
     )
