@@ -23,7 +23,7 @@ def code_in(page: Path) -> str:
 
 @pytest.fixture(scope="module")
 def help_text() -> str:
-    """What `trl-autotune --help` says and, for the options that they have alone, `doctor --help` and `lengths --help`."""
+    """What `trl-autotune --help` says and, for the options that each has alone, that of `doctor` and `lengths`."""
     commands = [[sys.executable, "-m", "autotune", *command, "--help"] for command in ([], ["doctor"], ["lengths"])]
     return "\n".join(
         subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout for command in commands

@@ -253,7 +253,7 @@ def test_the_demo_is_looked_at_as_a_process(tmp_path: Path, monkeypatch: pytest.
         ("dpo --config prompts.yaml", "no column that DPO can train on; it has `prompt`", "`chosen` and `rejected`"),
         ("sft --config pairs.yaml", "no column that SFT can train on", "use `dpo` or `reward`"),
         ("grpo --config text.yaml", "no column that GRPO can train on; it has `text`", "GRPO reads `prompt`"),
-        ("sft --config text.yaml --auto", "`--auto` is for tuning, and `lengths` only looks at the data", "leave it out"),
+        ("sft --config text.yaml --auto", "`--auto` is for tuning, and `lengths` only looks", "leave it out"),
         ("sft --config text.yaml --budget=3m", "`--budget` is for tuning", "leave it out"),
         ("dpo --demo", "`--demo` is a training of `sft`, not of `dpo`", "sft --demo"),
         ("sft --config text.yaml --demo", "`--demo` brings a config of its own", "leave out"),
