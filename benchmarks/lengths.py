@@ -68,6 +68,8 @@ def compare_speed(folder: Path, model: Path, *, rows: int, trl_rows: int) -> boo
     rate = rows / ours["seconds"]
     ratios: list[float] = [rate * each["seconds"] / trl_rows for each in (alone, spread)]
     print(f"ratio             {ratios[0]:.1f}x TRL as it is, {ratios[1]:.1f}x TRL with a process for each core")
+    work = alone["cpu_seconds"] / trl_rows / (ours["cpu_seconds"] / rows)
+    print(f"work of a row     {work:.1f}x in TRL, in seconds of cores, which other processes disturb less")
     return ratios[0] >= LEAST_RATIO
 
 
