@@ -23,7 +23,7 @@ from autotune.probe.builds import expected_attention
 from autotune.probe.facts import Problem
 from autotune.probe.gpus import choose_gpus
 from autotune.probe.layer_kernels import probe_layer_kernels
-from autotune.probe.machine import Machine, probe_machine, read_machine
+from autotune.probe.machine import Machine, for_one_gpu, probe_machine, read_machine
 from autotune.probe.overrides import Overrides, overridden
 
 
@@ -109,7 +109,7 @@ def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]
     if options.demo and options.method != "sft":
         raise AutotuneError(f"`--demo` is a training of `sft`, not of `{options.method}`", hint="write `sft --demo`")
     of_the_job = import_environment(arguments, options.folder)
-    machine = machine_for(options, of_the_job)
+    machine = for_one_gpu(machine_for(options, of_the_job))
     environment = _with_gpus(of_the_job, None if machine.what_if else options.gpus)
     if machine.what_if:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # what is here must not answer for what is not

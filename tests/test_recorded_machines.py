@@ -10,10 +10,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from autotune.probe.builds import expected_attention
-from autotune.probe.machine import Machine, as_torch_sees, describe, machine_from_json, read_machine, to_json
+from autotune.probe.machine import (
+    Machine,
+    as_torch_sees,
+    describe,
+    for_one_gpu,
+    machine_from_json,
+    read_machine,
+    to_json,
+)
 
 MACHINES = Path(__file__).parent / "data" / "machines"
 
@@ -169,3 +178,11 @@ def test_a_precision_that_somebody_chose_there_stays(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text(json.dumps(document))
     machine = read_machine(tmp_path / "machine.json")
     assert (machine.precision.value, machine.problems) == ("float32", ())
+
+
+def test_a_job_on_one_of_several_gpus_computes_in_what_that_one_has() -> None:
+    mixed = read_machine(MACHINES / "a100-and-t4.json")
+    assert (mixed.precision.value, for_one_gpu(mixed).precision.value) == ("fp16", "bf16")
+    assert for_one_gpu(mixed).precision.reason == "compute capability 8.0 is Ampere or newer"
+    said = msgspec.structs.replace(mixed, overridden=("precision",))
+    assert for_one_gpu(said).precision == mixed.precision

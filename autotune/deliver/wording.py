@@ -103,12 +103,12 @@ def precision_notes(job: Job, machine: Machine) -> list[str]:
             f"`--precision {machine.precision.value}` has no effect: your job says "
             f"`{written[0]}: {str(job.options[written[0]]).lower()}`, and that stays"
         )
-    weakest = min((gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability), default=None)
+    used = machine.gpus[0].compute_capability if machine.gpus else None
     on_gpu = machine.backend == "cuda" and not job.resolved.get("use_cpu")
-    if on_gpu and computes.value == "bf16" and weakest is not None and weakest < AMPERE:
+    if on_gpu and computes.value == "bf16" and used is not None and used < AMPERE:
         who = "your job has `bf16: true`" if written else "bf16 is asked for"
         notes.append(
-            f"{who}, and compute capability {weakest[0]}.{weakest[1]} emulates bf16, which is slow; "
+            f"{who}, and compute capability {used[0]}.{used[1]} emulates bf16, which is slow; "
             "`fp16: true` is native there; not changed, since you asked for it"
         )
     return notes

@@ -179,6 +179,14 @@ def choose_precision(backend: Backend, gpus: tuple[Gpu, ...], cpu: Cpu) -> Fact:
             return Fact("float32", "this CPU has no bf16 arithmetic")
 
 
+def for_one_gpu(machine: Machine) -> Machine:
+    """The machine as a job sees it that uses the first of its GPUs: that one decides the precision."""
+    if len(machine.gpus) < 2 or "precision" in machine.overridden:
+        return machine
+    precision = choose_precision(machine.backend, machine.gpus[:1], machine.cpu)
+    return msgspec.structs.replace(machine, precision=precision)
+
+
 def _gpu_precision(gpus: tuple[Gpu, ...]) -> Fact:
     told = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
     if len(told) < len(gpus) or not told:
