@@ -16,11 +16,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from autotune import cli
+from autotune import cli, data_look
 from autotune.children import Children
 from autotune.deliver.lengths_screen import print_lengths
 from autotune.deliver.narrator import Narrator
 from autotune.job import read_job
+from autotune.plan.histogram import histogram
 from autotune.plan.lengths_report import LengthsReport, job_report
 from autotune.plan.sampled import intervals_of
 from autotune.probe import sampling
@@ -222,6 +223,13 @@ def test_a_look_at_the_data_takes_jobs_that_are_not_tuned_yet(run: Run) -> None:
     assert answer.code == 0, answer.err
     padded = json.loads(answer.out)["arrangements"]["padded"]
     assert (padded["rows"], padded["steps_per_epoch"]) == (20, 20)
+
+
+def test_the_first_rows_of_a_stream_are_told_as_such(run: Run, folder: Path) -> None:
+    (folder / "text.yaml").write_text(config("text") + "streaming: true\n")
+    answer = run("lengths", "sft", "--config", "text.yaml", "--max_steps", "5")
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("40 rows (text), ")
 
 
 def test_tuning_another_method_is_still_refused(run: Run) -> None:
@@ -483,14 +491,53 @@ def test_intervals_of_arrangements_hold_the_whole_datas_figures() -> None:
     for seed in range(12):
         tokens = tiny.lengths(6000, seed=seed)
         whole = job_report(text_lengths(tokens), SFT)
-        found = intervals_of(job_report(sampled(tokens, 1500), SFT), SFT)
+        look = sampled(tokens, 1500)
+        found = intervals_of(job_report(look, SFT), SFT)
         assert found is not None
+        rows = {one.high: one.rows for one in histogram(tokens)}
+        for one, its in zip(histogram(look.tokens), found.histogram, strict=True):
+            looked += 1
+            inside += its.low <= rows[one.high] <= its.high
         for name in ("padded", "bfd", "wrapped"):
             told = found.arrangements[name]
-            for figure, truth in {"fill": whole.figures[name].fill, "rows": whole.figures[name].rows}.items():
+            for figure, true in {"fill": whole.figures[name].fill, "rows": whole.figures[name].rows}.items():
                 looked += 1
-                inside += told[figure].low - 0.003 * truth <= truth <= told[figure].high + 0.003 * truth
-    assert inside / looked > 0.9
+                inside += told[figure].low <= true <= told[figure].high
+    assert inside / looked > 0.95
+
+
+def test_intervals_are_in_the_json() -> None:
+    report = job_report(sampled(tiny.lengths(5000), 500), SFT)
+    told = data_look.to_builtins(data_look.DataLook(report=report, intervals=intervals_of(report, SFT)))
+    assert (told["rows"], told["rows_measured"]) == (5000, 500)
+    tokens = told["intervals"]["tokens"]
+    assert tokens["low"] < told["tokens"] < tokens["high"]
+    assert set(told["intervals"]["arrangements"]) == set(told["arrangements"])
+    assert set(told["intervals"]["sequences"]["row"]) == {"50", "90", "99"}
+    json.dumps(told)
+
+
+def test_intervals_of_every_other_method_are_found() -> None:
+    tokens = [one + 2 for one in tiny.lengths(3000)]
+    half = [one // 2 for one in tokens]
+    rest = [one - part for one, part in zip(tokens, half, strict=True)]
+    sample = {"rows": 9000, "text_bytes": tokens, "row_numbers": list(range(0, 9000, 3))}
+    kto = SFT | {"loss_type": "kto", "train_sampling_strategy": "sequential"}
+    for method, parts, options in (
+        ("dpo", {"prompt_tokens": half, "chosen_tokens": rest, "rejected_tokens": rest}, SFT),
+        ("reward", {"chosen_tokens": half, "rejected_tokens": rest}, SFT),
+        ("kto", {"prompt_tokens": half, "completion_tokens": rest, "desirable": [1] * 3000}, kto),
+        ("grpo", {"prompt_tokens": tokens}, GRPO),
+    ):
+        report = job_report(lengths_of(method, tokens, **parts, **sample), options)
+        found = intervals_of(report, options)
+        assert found is not None
+        fill = found.arrangements["padded"]["fill"]
+        assert 0 < fill.low < fill.value < fill.high < 1
+
+
+def test_a_stream_is_no_sample_of_what_follows() -> None:
+    assert intervals_of(job_report(text_lengths([10, 20, 30], rows_known=False), SFT), SFT) is None
 
 
 def test_figures_of_all_rows_have_no_intervals() -> None:

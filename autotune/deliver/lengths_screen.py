@@ -31,10 +31,11 @@ def print_lengths(report: LengthsReport, console: Console, intervals: Intervals 
     console.print(f"\n{_batch(report)}")
     _print_bare(_arrangements(report, intervals), console)
     console.print()
+    mark = " (est.)" if intervals else ""
     for sentence in report.findings.sentences:
-        console.print(f"* {sentence}{' (est.)' if intervals else ''}")
+        console.print(f"* {sentence}{mark}")
     for problem in report.findings.warnings:
-        console.print(f"\nwarning: {problem.what}\nhint: {problem.hint}")
+        console.print(f"\nwarning: {problem.what}{mark}\nhint: {problem.hint}")
     if intervals:
         console.print(f"\nestimated from {report.lengths.rows_measured:,} rows, with 95 % intervals")
         console.print("hint: `--all-rows` measures every row")
@@ -109,7 +110,7 @@ def _histogram(report: LengthsReport, intervals: Intervals | None, *, blocks: bo
 
 
 def _reach(interval: Interval) -> float:
-    return interval.high - interval.value
+    return max(interval.high - interval.value, interval.value - interval.low)
 
 
 def _batch(report: LengthsReport) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from autotune.plan.figures import Arrangement
+from autotune.plan.figures import Arrangement, weight_of
 from autotune.plan.histogram import histogram
 from autotune.plan.lengths_report import LengthsReport, job_report, sequence_tokens, sequences_counted
 from autotune.probe.intervals import Interval, percentile, total
@@ -38,14 +38,15 @@ def intervals_of(report: LengthsReport, resolved: Mapping[str, Any]) -> Interval
     lengths = report.lengths
     if not lengths.text_bytes or lengths.rows_measured >= lengths.rows:
         return None
+    groups = _groups(lengths)
     return Intervals(
         tokens=total(lengths, lengths.tokens),
         sequences={
             name: {str(percent): percentile(_with_tokens(lengths, tokens), percent) for percent in PERCENTILES}
             for name, tokens in sequence_tokens(lengths).items()
         },
-        histogram=_histogram(lengths),
-        arrangements=_arrangements(report, resolved),
+        histogram=_histogram(lengths, groups),
+        arrangements=_arrangements(report, groups, resolved),
     )
 
 
@@ -53,34 +54,40 @@ def _with_tokens(lengths: Lengths, tokens: Sequence[int]) -> Lengths:
     return msgspec.structs.replace(lengths, tokens=tuple(tokens))
 
 
-def _histogram(lengths: Lengths) -> tuple[Interval, ...]:
-    counted = sequences_counted(lengths)
-    rows = lengths.rows_measured
-    bits = [tokens.bit_length() for tokens in counted]
+def _groups(lengths: Lengths) -> list[Lengths]:
+    """Random groups (Wolter, Introduction to Variance Estimation, 2007, 2.4): every eighth row in order of size makes a
+    sample of its own, and how far the figures of the eight differ tells how far those of all may be off."""
+    order = sorted(range(lengths.rows_measured), key=lengths.text_bytes.__getitem__)
+    return [_part(lengths, sorted(order[group::GROUPS])) for group in range(min(GROUPS, lengths.rows_measured))]
+
+
+def _histogram(lengths: Lengths, groups: Sequence[Lengths]) -> tuple[Interval, ...]:
+    parts = [_rows_by_bin(group) for group in groups]
     found = []
-    for one in histogram(counted):
-        inside = [bit == one.high.bit_length() for bit in bits]
-        # the sequences of a row stand `rows` apart
-        found.append(total(lengths, [float(sum(inside[place::rows])) for place in range(rows)]))
+    for high, rows in _rows_by_bin(lengths).items():
+        told = _interval(rows, [part.get(high, 0.0) for part in parts], lengths)
+        reach = max(told.high - rows, weight_of(lengths))  # groups may agree by chance, to a row
+        found.append(Interval(rows, max(0.0, rows - reach), rows + reach))
     return tuple(found)
 
 
-def _arrangements(report: LengthsReport, resolved: Mapping[str, Any]) -> dict[Arrangement, dict[str, Interval]]:
-    """By random groups (Wolter, Introduction to Variance Estimation, 2007, 2.4): every eighth row in order of size
-    makes a sample of its own, and how far the figures of the eight differ tells how far those of all may be off."""
-    lengths = report.lengths
-    order = sorted(range(lengths.rows_measured), key=lengths.text_bytes.__getitem__)
-    groups = [
-        job_report(_part(lengths, sorted(order[group::GROUPS])), resolved, processes=report.processes)
-        for group in range(min(GROUPS, lengths.rows_measured))
-    ]
-    unmeasured = 1 - lengths.rows_measured / lengths.rows
+def _rows_by_bin(lengths: Lengths) -> dict[int, float]:
+    """Of the whole data, by the longest that a bin holds."""
+    return {one.high: one.rows * weight_of(lengths) for one in histogram(sequences_counted(lengths))}
+
+
+def _arrangements(
+    report: LengthsReport, groups: Sequence[Lengths], resolved: Mapping[str, Any]
+) -> dict[Arrangement, dict[str, Interval]]:
+    reports = [job_report(group, resolved, processes=report.processes) for group in groups]
     found: dict[Arrangement, dict[str, Interval]] = {}
     for name in report.figures:
-        whole = _told(report, name)
-        parts = [_told(group, name) for group in groups]
+        parts = [_told(one, name) for one in reports]
         found[name] = {
-            figure: _interval(value, [part[figure] for part in parts], unmeasured) for figure, value in whole.items()
+            figure: _interval(
+                value, [part[figure] for part in parts], report.lengths, most=1.0 if figure == "fill" else math.inf
+            )
+            for figure, value in _told(report, name).items()
         }
     return found
 
@@ -96,9 +103,11 @@ def _told(report: LengthsReport, name: Arrangement) -> dict[str, float]:
     }
 
 
-def _interval(value: float, parts: Sequence[float], unmeasured: float) -> Interval:
+def _interval(value: float, parts: Sequence[float], lengths: Lengths, *, most: float = math.inf) -> Interval:
+    """Of a figure that the groups have in `parts`, 0 to `most`; what was measured of the data is certain."""
+    unmeasured = 1 - lengths.rows_measured / lengths.rows
     reach = T_95 * statistics.stdev(parts) * math.sqrt(unmeasured / len(parts)) if len(parts) > 1 else 0.0
-    return Interval(value, max(0.0, value - reach), value + reach)
+    return Interval(value, max(0.0, value - reach), min(most, value + reach))
 
 
 def _part(lengths: Lengths, places: Sequence[int]) -> Lengths:
