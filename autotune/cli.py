@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error.what}\nhint: {error.hint}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted before the first trial; nothing was written", file=sys.stderr)
+        when = "" if given[:1] in (["lengths"], ["doctor"]) else " before the first trial"
+        print(f"interrupted{when}; nothing was written", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout is gone: nothing more to say to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

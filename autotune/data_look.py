@@ -22,6 +22,9 @@ from autotune.session import Options
 Say = Callable[[Literal["job", "data"], str], None]
 Progress = Callable[[str, int, int], None]
 
+# The data of a job for a GPU can be looked at where there is none: TRL's parser is told that there is one
+ANY_GPU = {"cuda": True, "bf16": True, "tf32": True}
+
 
 class DataLook(msgspec.Struct, frozen=True, kw_only=True):
     """What a look at the data found; intervals where a sample of the rows was measured."""
@@ -42,8 +45,9 @@ def look(
         options.arguments,
         folder=options.folder,
         children=children,
-        accelerator=machine.backend != "cpu",
-        cpu_bf16=machine.cpu.bf16,
+        accelerator=True,
+        cpu_bf16=True,
+        elsewhere=ANY_GPU if machine.backend == "cpu" else None,
         for_data=True,
     )
     say("job", wording.job_line(job))

@@ -225,6 +225,14 @@ def test_a_look_at_the_data_takes_jobs_that_are_not_tuned_yet(run: Run) -> None:
     assert (padded["rows"], padded["steps_per_epoch"]) == (20, 20)
 
 
+def test_the_data_of_a_job_for_a_gpu_can_be_looked_at_without_one(run: Run, folder: Path) -> None:
+    text = config("text").replace("use_cpu: true\nbf16: false\n", "bf16: true\ntf32: true\n")
+    (folder / "text.yaml").write_text(text)
+    answer = run("lengths", "sft", "--config", "text.yaml")
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("40 rows (text), ")
+
+
 def test_the_first_rows_of_a_stream_are_told_as_such(run: Run, folder: Path) -> None:
     (folder / "text.yaml").write_text(config("text") + "streaming: true\n")
     answer = run("lengths", "sft", "--config", "text.yaml", "--max_steps", "5")
