@@ -135,7 +135,7 @@ def largest_micro_batch(candidate: Candidate, data: Data, job: Job, machine: Mac
     rows, positions = max(1, figures.largest_rows), max(1, figures.largest_positions)
     if arrangement.name in ("bfd", "bfd_split") or job.resolved.get("padding_free"):
         return MicroBatch(1, positions, masked=not _variable_length(candidate.attention, machine))
-    padded = rows > 1 and figures.fill < 1.0
+    padded = rows > 1 and figures.useful_tokens < figures.computed_positions
     return MicroBatch(rows, -(-positions // rows), masked=padded)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from autotune.plan.memory_room import Room
 from autotune.plan.space import Candidate, Space
 from autotune.trial.result import TrialResult
 
@@ -22,11 +23,20 @@ class Proposals:
     """The next candidate to try, given all that was measured.
 
     The same seed and the same results in the same order give the same proposals. `predict` gives seconds per useful
-    token of a candidate.
+    token of a candidate; `room` says whether there is memory for it: what is tight is tried last, and what there is
+    none for is not tried while its estimate says so.
     """
 
-    def __init__(self, space: Space, predict: Callable[[Candidate], float], *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        space: Space,
+        predict: Callable[[Candidate], float],
+        *,
+        room: Callable[[Candidate], Room] = lambda _candidate: Room("fits"),
+        seed: int = 0,
+    ) -> None:
         self._space = space
+        self._room = room
         self._seed = seed
         candidates = list(space.candidates())
         predicted = {candidate: predict(candidate) for candidate in candidates}
@@ -41,12 +51,15 @@ class Proposals:
     @property
     def ruled_out(self) -> dict[Candidate, str]:
         """Candidates that will not be tried, with the reason."""
-        return self._ruled_out
+        rooms = {candidate: self._room_of(candidate) for candidate in self._open}
+        return self._ruled_out | {
+            candidate: found.reason for candidate, found in rooms.items() if found.verdict == "none"
+        }
 
     @property
     def left(self) -> int:
         """How many have been neither tried nor ruled out."""
-        return len(self._open)
+        return sum(self._room_of(candidate).verdict != "none" for candidate in self._open)
 
     def tell(self, result: TrialResult) -> None:
         """A trial has ended. One that ran out of memory rules out those that need at least as much."""
@@ -60,16 +73,31 @@ class Proposals:
 
     def next(self) -> tuple[Candidate, str] | None:
         """A candidate and why it is tried now, or None when all are done."""
-        if not self._open:
-            return None
+        verdicts = {candidate: self._room_of(candidate).verdict for candidate in self._open}
+        fitting = [candidate for candidate in self._open if verdicts[candidate] == "fits"]
+        tight = [candidate for candidate in self._open if verdicts[candidate] == "tight"]
+        if not fitting:
+            return (tight[0], "may not fit in memory: tried last") if tight else None
         while self._first:
             candidate = self._first.pop(0)
-            if candidate in self._open:
+            if candidate in fitting:
                 return candidate, "predicted among the fastest"
-        neighbour = self._neighbour_of_best()
+        neighbour = self._neighbour_of_best(fitting)
         if neighbour is not None:
             return neighbour, "one step from the best so far"
-        return self._ask_optuna()
+        return self._ask_optuna(fitting)
+
+    def _room_of(self, candidate: Candidate) -> Room:
+        """An estimate neither rules out nor puts off the baseline, nor what needs no more than something that ran."""
+        if candidate == self._space.baseline:
+            return Room("fits")
+        found = self._room(candidate)
+        if found.verdict != "fits" and any(
+            result.outcome == "ok" and needs_as_much_memory(result.candidate, candidate)
+            for result in self._results.values()
+        ):
+            return Room("fits")
+        return found
 
     def _best_of_each_arrangement(self) -> list[Candidate]:
         """The best predicted candidate of each arrangement, since the prediction is least sure between those."""
@@ -84,14 +112,14 @@ class Proposals:
         rated = [result for result in self._results.values() if result.outcome == "ok" and result.rate]
         return max(rated, key=lambda result: result.rate or 0.0, default=None)
 
-    def _neighbour_of_best(self) -> Candidate | None:
+    def _neighbour_of_best(self, fitting: list[Candidate]) -> Candidate | None:
         best = self._best()
         if best is None:
             return None
-        near = [candidate for candidate in self._open if candidate.differences(best.candidate) == 1]
+        near = [candidate for candidate in fitting if candidate.differences(best.candidate) == 1]
         return min(near, key=lambda one: self._predicted[one], default=None)
 
-    def _ask_optuna(self) -> tuple[Candidate, str]:
+    def _ask_optuna(self, fitting: list[Candidate]) -> tuple[Candidate, str]:
         import optuna  # 0.4 s
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -105,7 +133,7 @@ class Proposals:
         }
         for result in self._results.values():
             study.add_trial(self._as_optuna(result, distributions))
-        open_candidates = set(self._open)
+        open_candidates = set(fitting)
         for _ in range(TPE_ASKS):
             trial = study.ask(distributions)  # type: ignore[arg-type]
             candidate = msgspec.structs.replace(
@@ -115,7 +143,7 @@ class Proposals:
             if candidate in open_candidates:
                 return candidate, "proposed by TPE"
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        return self._open[0], "best prediction left"
+        return fitting[0], "best prediction left"
 
     def _as_optuna(self, result: TrialResult, distributions: Any) -> optuna.trial.FrozenTrial:
         import optuna

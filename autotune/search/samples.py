@@ -17,11 +17,15 @@ MEMORY_STEPS = 3
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What every arm passes over: a Parquet file of rows, and the baseline's optimizer steps in one pass."""
+    """What every arm passes over: a Parquet file of rows, and the baseline's optimizer steps in one pass.
+
+    `row_numbers` are those of the rows in the data, from 0.
+    """
 
     path: Path
     rows: int
     steps: int
+    row_numbers: tuple[int, ...] = ()
 
 
 def first_pass_steps(setting: Setting) -> int:
@@ -50,7 +54,7 @@ def draw(setting: Setting, steps: int) -> Sample:
     )
     path = setting.folder / f"sample-{len(rows)}.parquet"
     _write(setting, rows, path)
-    return Sample(path, len(rows), max(1, len(rows) // documents_a_step))
+    return Sample(path, len(rows), max(1, len(rows) // documents_a_step), tuple(rows))
 
 
 def draw_longest(setting: Setting, candidate: Candidate) -> Sample:
@@ -60,8 +64,9 @@ def draw_longest(setting: Setting, candidate: Candidate) -> Sample:
     rows = MEMORY_STEPS * max(one.micro_batch * one.accumulation for one in arrangements)
     longest = sorted(range(len(kept.tokens)), key=lambda place: -kept.tokens[place])[:rows]
     path = setting.folder / f"longest-{len(longest)}.parquet"
-    _write(setting, tuple(kept.row_numbers[place] for place in longest), path)
-    return Sample(path, len(longest), MEMORY_STEPS)
+    numbers = tuple(kept.row_numbers[place] for place in longest)
+    _write(setting, numbers, path)
+    return Sample(path, len(longest), MEMORY_STEPS, numbers)
 
 
 def _write(setting: Setting, rows: tuple[int, ...], path: Path) -> None:

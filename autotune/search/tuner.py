@@ -16,6 +16,7 @@ from autotune.search.finals import check, finalists, first_among_equals
 from autotune.search.found import Found, describe_failure, estimate_of, unconfirmed
 from autotune.search.gates import Gate
 from autotune.search.measure import measure
+from autotune.search.memory_use import MemoryUse
 from autotune.search.proposals import Proposals
 from autotune.search.samples import Sample
 from autotune.search.setting import Setting
@@ -46,9 +47,11 @@ class Tuner:
         self._memory: list[TrialResult] = []
         self._search_seconds = 0.0
         self._confirm_seconds = 0.0
+        self._memory_use = MemoryUse(setting)
         self._proposals = Proposals(
             setting.space,
             lambda candidate: cost.seconds_per_token(candidate, setting.data, setting.model, setting.machine),
+            room=self._memory_use.room,
             seed=setting.seed,
         )
 
@@ -213,6 +216,8 @@ class Tuner:
     def _told(self, result: TrialResult) -> None:
         before = self.best
         self.results.append(result)
+        if self._sample is not None:
+            self._memory_use.tell(result, self._sample)
         self._proposals.tell(result)
         if result.rate and (before is None or result.rate > (before.rate or 0.0)) and len(self.results) > 1:
             baseline = self.baseline
