@@ -26,8 +26,8 @@ class MemoryUse:
         self._sampled: Data | None = None
 
     def tell(self, result: TrialResult, sample: Sample) -> None:
-        """A trial has ended. One that failed in another way may have held anything up to its peak."""
-        if result.peak_bytes is None or result.outcome not in ("ok", "pruned", "oom"):
+        """A trial has ended. One that was cut short, or failed in another way, may not have come to its peak."""
+        if result.peak_bytes is None or result.outcome not in ("ok", "oom"):
             return
         self._model.tell(
             result.candidate,

@@ -93,7 +93,7 @@ class Proposals:
             return Room("fits")
         found = self._room(candidate)
         if found.verdict != "fits" and any(
-            result.outcome == "ok" and needs_as_much_memory(result.candidate, candidate)
+            result.outcome in ("ok", "pruned") and needs_as_much_memory(result.candidate, candidate)
             for result in self._results.values()
         ):
             return Room("fits")
@@ -102,7 +102,8 @@ class Proposals:
     def _best_of_each_arrangement(self) -> list[Candidate]:
         """The best predicted candidate of each arrangement, since the prediction is least sure between those."""
         chosen: dict[Any, Candidate] = {}
-        for candidate in self._open:
+        fitting = [candidate for candidate in self._open if self._room_of(candidate).verdict == "fits"]
+        for candidate in fitting or self._open:
             chosen.setdefault(candidate.arrangement, candidate)
         ordered = list(chosen.values())
         limit = self._predicted[ordered[0]] * PREDICTED_WITHIN
