@@ -378,8 +378,8 @@ def test_the_smallest_gpus_free_memory_counts_and_not_the_sum() -> None:
 def test_real_trainings_peak_where_the_estimate_says(children: Children, tmp_path: Path) -> None:
     cases: list[memory_side.Case] = [
         ("deep", {}),
-        ("deep", {"gradient_checkpointing": True}),
-        ("vocabulary", {"per_device_train_batch_size": 2}),
+        ("deep", {"gradient_checkpointing": True, "per_device_train_batch_size": 2}),
+        ("vocabulary", {"per_device_train_batch_size": 1}),
     ]
     measured = [memory_side.measure(shape, options, tmp_path, children) for shape, options in cases]
     assert [one.estimate_bytes / one.measured_bytes for one in measured] == pytest.approx([1.0] * 3, rel=0.15)
