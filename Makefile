@@ -1,15 +1,16 @@
-# make demo         tune a made-up training on this machine, in about 2 minutes; needs no GPU and no account
-# make test         every check and every test
-# make check        formatting, lint, types, import rules
-# make bench-trial  how long a trial takes to reach its first step, against a fresh `trl` process
+# make demo           tune a made-up training on this machine, in about 2 minutes; needs no GPU and no account
+# make test           every check and every test
+# make check          formatting, lint, types, import rules
+# make bench-trial    how long a trial takes to reach its first step, against a fresh `trl` process
 # make bench-lengths  measuring token lengths, against TRL's own preparation
 # make bench-packing  planning packed rows, against TRL's own packing
-# make bench-e2e    plain `trl sft` with the config before and after tuning
+# make bench-memory   the estimated peaks of candidates, against real trainings
+# make bench-e2e      plain `trl sft` with the config before and after tuning
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test check pytest format install install-dev bench-trial bench-lengths bench-packing bench-e2e clean
+.PHONY: demo test check pytest format install install-dev bench-trial bench-lengths bench-packing bench-memory bench-e2e clean
 
 BUDGET ?= 100s
 TESTS ?=
@@ -51,6 +52,9 @@ bench-lengths: $(INSTALLED)
 
 bench-packing: $(INSTALLED)
 	$(BIN)/python benchmarks/packing.py $(ARGS)
+
+bench-memory: $(INSTALLED_DEV)
+	PYTHONPATH=. $(BIN)/python benchmarks/memory.py $(ARGS)
 
 bench-e2e: $(INSTALLED)
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
