@@ -3,10 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import AutotuneError, NotYetError
+
+# The least that each number can be. TRL and transformers take less without a word, and fail on it later, when they
+# divide by it, cut rows with it or start processes (trl 1.16, transformers 5.22)
+LEAST = {
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
+    **dict.fromkeys(("eval_accumulation_steps", "dataloader_prefetch_factor", "dataset_num_proc"), 1),
+    **dict.fromkeys(("max_length", "max_prompt_length", "max_completion_length", "max_new_tokens"), 1),
+    **dict.fromkeys(("eval_max_length", "pad_to_multiple_of", "vllm_max_model_length"), 1),
+    **dict.fromkeys(("generation_batch_size", "steps_per_generation", "num_iterations"), 1),
+    **dict.fromkeys(("num_generations", "num_generations_eval"), 1),
+    **dict.fromkeys(("dataloader_num_workers", "seed", "data_seed", "learning_rate", "num_train_epochs"), 0),
+    "max_steps": -1,  # -1 is none
+}
+MOST_COUNT = 2**31 - 1  # what a 32-bit integer holds; torch takes seeds of 64 bits
+
+
+def check_number(name: str, value: Any, place: str = "") -> None:
+    """Refuse a number that the option `name` cannot be; `place` says where it stands. Raises AutotuneError."""
+    if name not in LEAST or isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    least = LEAST[name]
+    most = 2**64 - 1 if name in ("seed", "data_seed") else MOST_COUNT
+    if not least <= value <= most:  # not a number is neither
+        shown = (
+            f"{value:.3g}" if isinstance(value, float) else str(value) if abs(value) < 10**20 else "a number so long"
+        )
+        reach = f"{least} or more" if value < least or math.isnan(value) else f"{most} or less"
+        raise AutotuneError(f"{place}`{name}` cannot be {shown}", hint=f"give it {reach}")
 
 
 def refuse_not_yet(resolved: dict[str, Any], launch: argparse.Namespace) -> None:

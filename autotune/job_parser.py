@@ -13,7 +13,7 @@ from typing import Any
 from autotune.errors import AutotuneError
 from autotune.job_additions import needed_here
 from autotune.job_elsewhere import pretend
-from autotune.job_limits import check_model_and_data, check_packing, refuse_not_yet
+from autotune.job_limits import check_model_and_data, check_number, check_packing, refuse_not_yet
 from autotune.job_method import count_processes, parser_of
 from autotune.job_refusals import Refusals, refuse_strays
 from autotune.job_values import SCRIPT, fits, is_jsonable, jsonable, shown, takes, type_hints, without_secrets
@@ -53,6 +53,8 @@ class _Parse:
         file_options, launcher_names = self.check_file()
         command_line, flags, remaining_names = self.read_command_line()
         launcher_names |= remaining_names
+        for name, value in command_line.items():
+            check_number(name, value)
         given = {**file_options, **command_line}
         additions, reasons = needed_here(
             given,
@@ -125,6 +127,7 @@ class _Parse:
             raise AutotuneError(f"{place}`{name}` has no value", hint="give it one, or remove the line")
         elif value is not None and action.choices is None and not fits(value, hint):
             raise AutotuneError(f"{place}`{name}` cannot be {shown(value)}", hint=takes(name, hint, action))
+        check_number(name, value, place)
         if action.choices is None or value is None:
             return
         for one in value if isinstance(value, list) else [value]:

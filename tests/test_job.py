@@ -355,6 +355,34 @@ def test_an_unknown_method_is_refused_with_the_nearest_one() -> None:
     assert raised.value.hint.startswith("did you mean `sft`?")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "reach"),
+    [
+        ("per_device_train_batch_size", "0", "1 or more"),
+        ("per_device_train_batch_size", "-1", "1 or more"),
+        ("gradient_accumulation_steps", "0", "1 or more"),
+        ("max_length", "0", "1 or more"),
+        ("max_length", "-5", "1 or more"),
+        ("dataloader_num_workers", "-1", "0 or more"),
+        ("dataset_num_proc", "0", "1 or more"),
+        ("learning_rate", "nan", "0 or more"),
+        ("max_length", str(10**12), f"{2**31 - 1} or less"),
+    ],
+)
+def test_a_number_that_trl_would_fail_on_later_is_refused(read: Read, name: str, value: str, reach: str) -> None:
+    with pytest.raises(AutotuneError, match=rf"^`{name}` cannot be {value}") as of_command_line:
+        read(MINIMAL, f"--{name}", value)
+    with pytest.raises(AutotuneError, match=rf"^`sft.yaml` line 3: `{name}` cannot be {value}") as of_file:
+        read(MINIMAL + f"{name}: {value}\n")
+    assert of_command_line.value.hint == of_file.value.hint == f"give it {reach}"
+
+
+def test_no_generations_are_refused(children: Children, folder: Path) -> None:
+    arguments = ["--model_name_or_path", "model", "--dataset_name", "data", "--num_generations", "0"]
+    with pytest.raises(AutotuneError, match="^`num_generations` cannot be 0$"):
+        read_job("grpo", arguments, folder=folder, children=children, accelerator=False, cpu_bf16=True, for_data=True)
+
+
 @pytest.mark.parametrize("method", ["dpo", "kto", "reward", "grpo", "rloo", "online_dpo"])
 def test_a_method_that_is_not_built_yet_says_so(method: str) -> None:
     with pytest.raises(NotYetError, match=f"tuning `{method}` is not built yet"):
