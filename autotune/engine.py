@@ -23,6 +23,7 @@ from autotune.plan.data import Data
 from autotune.plan.lengths_report import lengths_report
 from autotune.plan.space import OFFERED, Grade, Space
 from autotune.probe.attention import probe_attention
+from autotune.probe.attention_names import malformed
 from autotune.probe.builds import expected_attention
 from autotune.probe.layer_kernels import probe_layer_kernels
 from autotune.probe.lengths import kept_lengths, measure_lengths
@@ -93,6 +94,7 @@ def prepare(
     if machine.backend != "cpu":
         check_half_weights(resolved, checkpoint_dtype=model.dtype)
     machine = _with_kernels(job, machine, model, options.folder, children)
+    _check_attention(job, machine)
     _note(emit, "kernels", wording.kernels_line(machine))
     lengths = measure_lengths(
         resolved,
@@ -154,6 +156,16 @@ def _with_kernels(job: Job, machine: Machine, model: ModelShape, folder: Path, c
         attention=probe_attention(machine, job_attention=asked, model=named | heads, folder=folder, children=children),
         layer_kernels=probe_layer_kernels(machine, model=named, folder=folder, children=children),
     )
+
+
+def _check_attention(job: Job, machine: Machine) -> None:
+    """Refuse an attention whose name stands for nothing. One that is known and does not run here gives way to others."""
+    asked = wording.job_attention(job)
+    named = next((one for one in machine.attention if one.name == asked), None)
+    if asked is None or named is None or named.usable or named.reason != malformed(asked):
+        return
+    usable = ", ".join(f"`{one.name}`" for one in machine.attention if one.usable)
+    raise AutotuneError(f"`attn_implementation: {asked}` {named.reason}", hint=f"usable here: {usable}")
 
 
 def resume(options: Options) -> Plan:

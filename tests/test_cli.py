@@ -230,6 +230,22 @@ def test_what_trl_would_refuse_is_refused(
     check_refused(run("sft", "--config", "sft.yaml", "--auto", *arguments.split()), what, hint)
 
 
+def test_an_attention_that_nobody_knows_is_refused_with_those_that_run(run: Run, folder: Path) -> None:
+    (folder / "sft.yaml").write_text(JOB + "attn_implementation: foo\n")
+    answer = run("sft", "--config", "sft.yaml", "--auto")
+    check_refused(
+        answer, "`attn_implementation: foo` is neither one of `sdpa`", "`sdpa`, `eager`", after_narration=True
+    )
+
+
+def test_a_dry_run_says_that_the_jobs_attention_cannot_run_here(run: Run, folder: Path) -> None:
+    (folder / "sft.yaml").write_text(JOB + "attn_implementation: flash_attention_2\n")
+    answer = run("sft", "--config", "sft.yaml", "--dry-run")
+    assert answer.code == 0, answer.err
+    assert "as your job has it, and it cannot run here: needs a CUDA GPU" in answer.out
+    assert "not flash_attention_2: cannot run here: needs a CUDA GPU" in answer.out
+
+
 def test_bf16_on_a_cpu_that_has_none_is_refused(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_bf16(environment: Mapping[str, str]) -> Machine:
         real = probe(environment)

@@ -377,6 +377,33 @@ def test_a_search_whose_only_survivors_fail_their_checks_has_failed(
         run.search()
 
 
+def test_an_attention_that_does_not_run_here_is_tried_in_the_baseline_only(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    sdpa = msgspec.structs.replace(parts.SDPA, usable=False, reason="it broke in backward")
+    machine = parts.machine(attention=(sdpa, parts.EAGER))
+    space = build_space(material.job, machine, material.data, allowed=OFFERED)
+    rules: list[Rule] = [{"if": {"attn_implementation": "sdpa"}, "fail": "error", "detail": "ImportError: no"}]
+    run = Run(material, children, tmp_path / "run", rules, space=space, trial_limit=6)
+    found = run.search()
+    assert [one.candidate.attention for one in found.results] == ["sdpa", *["eager"] * 5]
+    assert found.outcome == "improved"
+    assert found.winner.attention == "eager"
+    own = space.axis("attention").choices[0]
+    assert own.reason == "as your job has it, and it cannot run here: it broke in backward"
+    assert "sdpa" in [one.value for one in space.axis("attention").rejected]
+
+
+def test_what_all_failed_trials_have_in_common_is_left_before_the_search_gives_up(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    rules: list[Rule] = [{"if": {"attn_implementation": "sdpa"}, "fail": "error", "detail": "RuntimeError: no"}]
+    found = Run(material, children, tmp_path / "run", rules, trial_limit=8).search()
+    assert found.outcome == "improved"
+    assert found.winner.attention == "eager"
+    assert [one.rate is None for one in found.results[:3]] == [True, True, False]
+
+
 # --- limits -------------------------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,7 @@ def build_space(job: Job, machine: Machine, data: Data, *, allowed: Collection[G
         data.tokens_per_step(baseline.arrangement),
         mixing=mixing,
         mixing_allowed="changed" in allowed,
+        unusable=tuple(backend.name for backend in machine.attention if not backend.usable),
     )
 
 
@@ -65,8 +66,10 @@ def _mixes(backend: AttentionBackend) -> bool:
 
 
 def _attention(job: Job, machine: Machine, base: str, allowed: Collection[Grade]) -> Axis:
-    choices = [Choice(base, "exact", "as your job has it")]
-    rejected = []
+    broken = next((one.reason for one in machine.attention if one.name == base and not one.usable), None)
+    own = "as your job has it"
+    choices = [Choice(base, "exact", own if broken is None else f"{own}, and it cannot run here: {broken}")]
+    rejected = [] if broken is None else [Rejected(base, f"cannot run here: {broken}; tried as your job has it only")]
     # a padding-free job has the documents of a micro-batch in one row, whatever its arrangement
     one_row = bool(job.resolved.get("padding_free")) and "changed" not in allowed
     for backend in machine.attention:

@@ -99,13 +99,15 @@ class Axis(msgspec.Struct, frozen=True):
 
 class Space(msgspec.Struct, frozen=True):
     """`mixing`: attention backends that let the documents of a packed row see each other; the two together are grade
-    changed, and no candidate unless `mixing_allowed`."""
+    changed, and no candidate unless `mixing_allowed`. `unusable`: attention backends that do not run here; what has one
+    is no candidate, the baseline aside."""
 
     baseline: Candidate
     axes: tuple[Axis, ...]
     tokens_per_step: float  # the baseline's mean of useful tokens per optimizer step
     mixing: tuple[str, ...] = ()
     mixing_allowed: bool = False
+    unusable: tuple[str, ...] = ()
 
     def axis(self, name: str) -> Axis:
         return next(axis for axis in self.axes if axis.name == name)
@@ -122,8 +124,11 @@ class Space(msgspec.Struct, frozen=True):
         names = [axis.name for axis in self.axes]
         for values in itertools.product(*([choice.value for choice in axis.choices] for axis in self.axes)):
             candidate = msgspec.structs.replace(self.baseline, **dict(zip(names, values, strict=True)))
-            if self.mixing_allowed or not self._mixes(candidate) or candidate == self.baseline:
+            if candidate == self.baseline or self._may_run(candidate):
                 yield candidate
+
+    def _may_run(self, candidate: Candidate) -> bool:
+        return candidate.attention not in self.unusable and (self.mixing_allowed or not self._mixes(candidate))
 
     def _mixes(self, candidate: Candidate) -> bool:
         # documents of `wrapped` rows see each other with every backend
@@ -131,7 +136,7 @@ class Space(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        if self.mixing and not self.mixing_allowed:
+        if self.unusable or (self.mixing and not self.mixing_allowed):
             return sum(1 for _ in self.candidates())
         return math.prod(len(axis.choices) for axis in self.axes)
 

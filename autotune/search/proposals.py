@@ -9,6 +9,7 @@ import msgspec
 
 from autotune.plan.memory_room import Room
 from autotune.plan.space import Candidate, Space
+from autotune.search.failures import fail_alike, most_unlike
 from autotune.trial.result import TrialResult
 
 if TYPE_CHECKING:
@@ -59,7 +60,12 @@ class Proposals:
     @property
     def left(self) -> int:
         """How many have been neither tried nor ruled out."""
-        return sum(self._room_of(candidate).verdict != "none" for candidate in self._open)
+        return len(self.candidates_left)
+
+    @property
+    def candidates_left(self) -> list[Candidate]:
+        """Those that have been neither tried nor ruled out, the best predicted first."""
+        return [candidate for candidate in self._open if self._room_of(candidate).verdict != "none"]
 
     def tell(self, result: TrialResult) -> None:
         """A trial has ended. One that ran out of memory rules out those that need at least as much."""
@@ -78,6 +84,9 @@ class Proposals:
         tight = [candidate for candidate in self._open if verdicts[candidate] == "tight"]
         if not fitting:
             return (tight[0], "may not fit in memory: tried last") if tight else None
+        results = list(self._results.values())
+        if fail_alike(results) and (unlike := most_unlike(results, fitting)) is not None:
+            return unlike, "differs from all that failed"
         while self._first:
             candidate = self._first.pop(0)
             if candidate in fitting:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from autotune.plan.space import Candidate
 from autotune.search.confirm import least_seconds, passes_in_a_turn
+from autotune.search.failures import fail_alike, most_unlike
 from autotune.search.finals import MOST_FINALISTS
 from autotune.search.setting import Setting
 from autotune.trial.result import TrialResult
@@ -16,15 +20,20 @@ CONFIRM_SHARE = 0.5  # of the budget, at most
 
 
 def reason_to_stop(
-    setting: Setting, results: list[TrialResult], *, baseline: TrialResult | None, best: TrialResult | None
+    setting: Setting,
+    results: list[TrialResult],
+    *,
+    baseline: TrialResult | None,
+    best: TrialResult | None,
+    left: Collection[Candidate],
 ) -> str | None:
-    """Why no further candidate is tried, in words; None while the search goes on."""
+    """Why no further candidate is tried, in words; None while the search goes on. `left` may still be tried."""
     if setting.trial_limit is not None and len(results) >= setting.trial_limit:
         return f"the limit of {setting.trial_limit} trial{'s' if setting.trial_limit > 1 else ''} is reached"
     a_trial = max((result.seconds for result in results[-5:]), default=5.0)
     if setting.seconds_left() < seconds_to_confirm(setting, baseline=baseline, best=best) + a_trial:
         return "what is left of the budget goes to the confirmation"
-    if _all_fail_alike(results):
+    if _nothing_will_mend(results, left):
         return f"the first {len(results)} trials failed in the same way"
     if _trials_without_gain(results) >= PATIENCE:
         return f"no gain in the last {PATIENCE} trials"
@@ -54,13 +63,11 @@ def seconds_to_check(slowest: TrialResult | None) -> float:
     return 2.0 + 2 * (slowest.startup_seconds or 1.0) + 3 * longest_step
 
 
-def _all_fail_alike(results: list[TrialResult]) -> bool:
-    """Whether nothing ran and all say the same, memory aside: another setting will not mend that."""
+def _nothing_will_mend(results: list[TrialResult], left: Collection[Candidate]) -> bool:
+    """Whether nothing ran, all say the same, and who is left has all that those have in common."""
     if len(results) > 1 and all(one.outcome == "oom" and one.where in BEFORE_A_STEP for one in results):
         return True  # what is loaded does not depend on the setting
-    failures = {(result.outcome, result.where, result.detail) for result in results}
-    alike = len(results) >= SAME_FAILURES and len(failures) == 1
-    return alike and results[0].outcome in ("error", "killed", "hung")
+    return len(results) >= SAME_FAILURES and fail_alike(results) and most_unlike(results, left) is None
 
 
 def _trials_without_gain(results: list[TrialResult]) -> int:

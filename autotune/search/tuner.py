@@ -119,7 +119,7 @@ class Tuner:
         try:
             self._run_baseline()
             while True:
-                stop = reason_to_stop(setting, self.results, baseline=self.baseline, best=self.best)
+                stop = self._reason_to_stop()
                 proposal = None if stop else self._proposals.next()
                 if proposal is None:
                     self._note(stop or "every allowed candidate was tried")
@@ -140,6 +140,11 @@ class Tuner:
                 hint=f"the logs are in {setting.folder}/trial-*/output.log",
             )
         return self.found()
+
+    def _reason_to_stop(self) -> str | None:
+        return reason_to_stop(
+            self.setting, self.results, baseline=self.baseline, best=self.best, left=self._proposals.candidates_left
+        )
 
     def _run_baseline(self) -> None:
         setting = self.setting
