@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -47,6 +48,7 @@ class Task(msgspec.Struct, frozen=True):
     environment: dict[str, str | None] = {}
     working_folder: str | None = None
     memory_limit_bytes: int | None = None
+    temporary: bool = False  # the folder is nobody's once the engine is gone
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -100,6 +102,9 @@ def run(folder_name: str) -> None:
     ending = _watch(worker_pid, task)
     _end_descendants()
     ending = msgspec.structs.replace(ending, machine_oom_kills=_machine_oom_kills() - oom_kills_before)
+    if task.temporary and start_of(task.engine_pid) != task.engine_started:
+        shutil.rmtree(folder, ignore_errors=True)  # it may hold rows of the data
+        return
     with contextlib.suppress(OSError):  # the folder may be gone with the engine
         write_whole(folder / "ending.json", msgspec.json.encode(ending))
 

@@ -165,8 +165,10 @@ class Children:
         environment: Mapping[str, str | None] | None = None,
         working_folder: Path | None = None,
         memory_limit_bytes: int | None = None,
+        temporary: bool = False,
     ) -> Child:
-        """Start `target` (`module:function`) in a child whose files are in `folder`, which exists."""
+        """Start `target` (`module:function`) in a child whose files are in `folder`, which exists; a `temporary` one is
+        deleted by the child if this process is killed."""
         engine_started = start_of(os.getpid())
         assert engine_started is not None
         task = Task(
@@ -177,6 +179,7 @@ class Children:
             environment=dict(environment or {}),
             working_folder=str(working_folder) if working_folder else None,
             memory_limit_bytes=memory_limit_bytes,
+            temporary=temporary,
         )
         write_whole(folder / "task.json", msgspec.json.encode(task))
         return Child(self._spawn_fresh(folder) if self.cold else self._fork(folder), folder)
@@ -219,7 +222,7 @@ class Children:
         folder = Path(tempfile.mkdtemp(prefix="trl-autotune-"))  # 0o700
         child: Child | None = None
         try:
-            child = self.spawn(target, request, folder, working_folder=working_folder)
+            child = self.spawn(target, request, folder, working_folder=working_folder, temporary=True)
             deadline = time.monotonic() + deadline_seconds
             while child.alive():
                 if time.monotonic() > deadline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from autotune.plan.sampled import intervals_of
 from autotune.probe import sampling
 from autotune.probe.lengths import Lengths, measure_lengths
 from tests import tiny
+from tests.processes import REPOSITORY, eventually
 
 SFT: dict[str, Any] = {
     "max_length": 128,
@@ -581,3 +583,37 @@ def test_progress_tells_rows_per_second_and_the_time_left(monkeypatch: pytest.Mo
         "data     reading the data: 10,500 of 42,000 rows, 1,000 rows/s, 32 s left",
         "         reading the data: 21,000 of 42,000 rows, 1,000 rows/s, 21 s left",
     ]
+
+
+# --- what is left ----------------------------------------------------------------------------------------------------
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """The real command, with a temporary folder of its own."""
+    (folder / "temporary").mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-m", "autotune", *arguments],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder / "temporary"), "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [("lengths", "dpo", "--config", "pairs.yaml"), ("sft", "--config", "text.yaml", "--dry-run")]
+)
+def test_no_text_of_the_data_is_left_behind(folder: Path, command: tuple[str, ...]) -> None:
+    assert started(folder, *command).wait(timeout=120) == 0
+    assert list((folder / "temporary").iterdir()) == []
+
+
+def test_no_text_of_the_data_is_left_behind_by_a_command_that_is_killed(folder: Path) -> None:
+    tiny.write_rows(folder / "pairs.jsonl", pair_rows() * 3000)
+    command = started(folder, "lengths", "dpo", "--config", "pairs.yaml", "--all-rows")
+    temporary = folder / "temporary"
+    assert eventually(lambda: [*temporary.glob("trl-autotune-*/hf_datasets-*/*")], seconds=60)
+    command.kill()
+    command.wait()
+    assert eventually(lambda: not [*temporary.glob("**/*.arrow"), *temporary.glob("**/hf_datasets-*")], seconds=30)
+    assert not any(b"chosen" in path.read_bytes() for path in temporary.rglob("*") if path.is_file())

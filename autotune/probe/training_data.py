@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ def load(job: Mapping[str, Any], scratch: Path) -> TrainingData:
     import numpy
 
     datasets.disable_caching()
+    _keep_temporary_files_in(scratch)
     split = job.get("dataset_train_split") or "train"
     if not job.get("datasets"):
         _check_name(job.get("dataset_name"))
@@ -78,6 +80,22 @@ def load(job: Mapping[str, Any], scratch: Path) -> TrainingData:
     if count == 0:
         raise _no_rows(job)
     return TrainingData(rows, rows_known)
+
+
+def _keep_temporary_files_in(scratch: Path) -> None:
+    """Let `datasets` write what it maps and filters into `scratch`: by itself it makes a folder beside all others, and
+    deletes it in an exit handler, which a child that is killed or leaves by `os._exit` never comes to (datasets 5.2,
+    `fingerprint.py`, which reads TMPDIR once)."""
+    from datasets.fingerprint import get_temporary_cache_files_directory
+
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(scratch)
+    try:
+        get_temporary_cache_files_directory()
+    finally:
+        os.environ.pop("TMPDIR")
+        if before is not None:
+            os.environ["TMPDIR"] = before
 
 
 def _read(job: Mapping[str, Any]) -> Any:

@@ -72,6 +72,7 @@ def _train(request: dict[str, Any], folder: Path, events: EventWriter) -> Outcom
         torch.set_num_threads(request["threads"])
     # datasets reads HF_DATASETS_CACHE at import; the trials' tokenised sample belongs in the run's own folder
     datasets.config.HF_DATASETS_CACHE = Path(request["datasets_cache"])
+    _keep_temporary_files_in(request["datasets_cache"])
     script = importlib.import_module(f"trl.scripts.{request['method']}")
     # what `trl`'s launcher consumes is left in the YAML, as it is in the delivered one, and ignored by the script
     *arguments, _launcher_options = script.make_parser().parse_args_and_config(
@@ -82,6 +83,21 @@ def _train(request: dict[str, Any], folder: Path, events: EventWriter) -> Outcom
     enter("load_model")
     script.main(*arguments)
     return "ok"
+
+
+def _keep_temporary_files_in(folder: str) -> None:
+    """The folder of `datasets` for rows without a cache file is deleted in an exit handler, which a trial never comes
+    to; it is made here, where TMPDIR says (datasets 5.2, `fingerprint.py`)."""
+    from datasets.fingerprint import get_temporary_cache_files_directory
+
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = folder
+    try:
+        get_temporary_cache_files_directory()
+    finally:
+        os.environ.pop("TMPDIR")
+        if before is not None:
+            os.environ["TMPDIR"] = before
 
 
 def timed(
