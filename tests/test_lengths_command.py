@@ -168,7 +168,7 @@ def test_the_screen_is_on_stdout_and_the_narration_on_stderr(run: Run) -> None:
     assert lines[1].startswith("tokens per row   50 %: ")
     assert "at max_length 32 and 8 x 1 rows a step" in lines
     assert [line.split()[0] for line in lines if line.startswith(("padded", "rebalanced", "bfd", "wrapped"))] == [
-        "padded", "rebalanced", "bfd", "bfd_split", "wrapped",
+        "padded", "bfd", "bfd_split", "wrapped",
     ]  # fmt: skip
     assert answer.err == "job      sft  model  on  text.jsonl   (text.yaml)\n"
 
@@ -179,7 +179,7 @@ def test_json_is_one_object_on_stdout_and_nothing_else(run: Run) -> None:
     told = json.loads(answer.out)
     assert (told["schema"], told["rows"], told["rows_measured"], told["max_length"]) == (1, 40, 40, 1024)
     assert set(told["percentiles"]) == {"50", "90", "99", "100"}
-    assert set(told["arrangements"]) == {"padded", "rebalanced", "bfd", "bfd_split", "wrapped"}
+    assert set(told["arrangements"]) == {"padded", "bfd", "bfd_split", "wrapped"}
     assert "intervals" not in told
 
 
@@ -564,9 +564,9 @@ def test_every_figure_of_a_sample_is_marked(width: int) -> None:
     text = " ".join(stream.getvalue().split())
     assert " or more" in text
     rows = [line for line in lines if line.startswith(("padded", "rebalanced", "bfd", "wrapped"))]
-    assert len(rows) == 5
+    assert len(rows) == 4
     assert all(" est." in row for row in rows)
-    assert sum(line.startswith("  95 %") for line in lines) == 5
+    assert sum(line.startswith("  95 %") for line in lines) == 4
     assert text.count("* ") == text.count("(est.)") > 0
     assert text.endswith("hint: `--all-rows` measures every row")
     assert max(map(len, lines)) <= width

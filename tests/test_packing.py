@@ -297,8 +297,34 @@ def test_the_report_names_every_arrangement_and_is_json() -> None:
 
 def test_without_max_length_the_report_has_no_packing() -> None:
     report = to_builtins(lengths_report(lengths_of([10, 20]), max_length=None, micro_batch=8))
-    assert list(report["arrangements"]) == ["padded", "rebalanced"]
+    assert list(report["arrangements"]) == ["padded"]
     assert report["arrangements"]["padded"]["fill"] == 0.75
+
+
+def test_rebalancing_is_reported_where_a_step_has_several_micro_batches() -> None:
+    lengths = lengths_of([10, 20, 30, 40])
+    one, two = (lengths_report(lengths, max_length=None, micro_batch=2, accumulation=count) for count in (1, 2))
+    assert list(one.figures) == ["padded"]
+    assert list(two.figures) == ["padded", "rebalanced"]
+    assert list(lengths_report(lengths, max_length=None, micro_batch=2, processes=2).figures) == [
+        "padded",
+        "rebalanced",
+    ]
+
+
+def test_padded_rows_are_reported_in_the_order_that_the_sampler_has() -> None:
+    """The first pass of `torch.randperm` seeded with the job's seed, as accelerate's sampler makes it."""
+    import torch
+
+    lengths = lengths_of(list(range(5, 400, 7)))
+    for seed in (42, 7):
+        order = torch.randperm(len(lengths.tokens), generator=torch.Generator().manual_seed(seed)).tolist()
+        batches = [[lengths.tokens[place] for place in order[start : start + 4]] for start in range(0, len(order), 4)]
+        figures = lengths_report(lengths, max_length=None, micro_batch=4, seed=seed).figures["padded"]
+        assert figures.computed_positions == sum(len(batch) * max(batch) for batch in batches)
+        assert figures.exact
+    in_order = lengths_report(lengths, max_length=None, micro_batch=4, in_order=True).figures["padded"]
+    assert in_order.computed_positions == padded(truncate(lengths, None), 4, order=range(len(order))).computed_positions
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="needs the GSM8K problems beside the project")

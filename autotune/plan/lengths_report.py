@@ -11,6 +11,7 @@ import msgspec
 from autotune.plan.figures import Arrangement, Figures, weight_of
 from autotune.plan.findings import LENGTHS, Findings, find, kept_share
 from autotune.plan.histogram import histogram
+from autotune.plan.order import random_order
 from autotune.plan.packing import bfd, bfd_split, wrapped
 from autotune.plan.padding import Kept, TruncationMode, padded, truncate
 from autotune.plan.prompts import generation_of, padded_prompts, sentences, steps_per_epoch, warnings
@@ -20,6 +21,7 @@ from autotune.plan.sequences import padded_sequences, sequences_of
 from autotune.probe.formats import ONLINE
 from autotune.probe.lengths import Lengths
 
+SEED = 42  # transformers' default
 PERCENTILES = (50, 90, 99, 100)
 
 
@@ -54,10 +56,23 @@ def lengths_report(
     shuffled: bool = False,
     processes: int = 1,
     position_limit: int | None = None,
+    seed: int = SEED,
+    in_order: bool = False,
 ) -> LengthsReport:
-    """Plan every arrangement. Without `max_length` nothing can be packed, and packing is left out."""
+    """Plan every arrangement, of padded rows the batches of the first pass: `in_order` as the rows come, else as
+    `seed` shuffles them.
+
+    Without `max_length` nothing can be packed, and packing is left out; with one micro-batch a step there is nothing
+    to rebalance.
+    """
     kept = truncate(lengths, max_length, truncation_mode)
-    arrangements = [padded(kept, micro_batch), rebalanced(kept, micro_batch, accumulation, processes=processes)]
+    rows = len(kept.tokens)
+    order = range(rows) if in_order else random_order(rows, seed)
+    arrangements = [padded(kept, micro_batch, order=order)]
+    if accumulation * processes > 1:
+        arrangements.append(rebalanced(kept, micro_batch, accumulation, processes=processes))
+    if shuffled:  # the data itself, before all that
+        arrangements = [msgspec.structs.replace(one, exact=False) for one in arrangements]
     if max_length is not None:
         arrangements += [
             pack(lengths, max_length, micro_batch=micro_batch, num_proc=num_proc, shuffled=shuffled)
@@ -91,6 +106,8 @@ def job_report(
         return _prompts_report(lengths, resolved, position_limit=position_limit, processes=processes)
     if lengths.method != "sft":
         return _sequences_report(lengths, resolved, position_limit=position_limit, processes=processes)
+    # accelerate seeds the order with `data_seed`, and without one with what `seed` has seeded torch with
+    given = resolved.get("seed") if resolved.get("data_seed") is None else resolved["data_seed"]
     return lengths_report(
         lengths,
         max_length=resolved["max_length"],
@@ -101,6 +118,8 @@ def job_report(
         shuffled=bool(resolved.get("shuffle_dataset")),
         processes=processes,
         position_limit=position_limit,
+        seed=SEED if given is None else given,
+        in_order=resolved.get("train_sampling_strategy") == "sequential",
     )
 
 

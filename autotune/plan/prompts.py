@@ -82,6 +82,7 @@ def padded_prompts(lengths: Lengths, generation: Generation, *, pad_to_multiple_
         dropped_tokens=0,
         largest=(largest_rows, largest_rows * max(tokens, default=0)),
         weight=weight_of(lengths),
+        exact=together == 1,  # else the mean over random orders
     )
 
 

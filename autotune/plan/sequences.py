@@ -77,7 +77,7 @@ def padded_sequences(
     """`micro_batch` rows at a time, every sequence padded to the longest of the micro-batch.
 
     `in_order` passes over the rows as they come, and is exact; otherwise the positions are the expectation over random
-    orders.
+    orders, which is not.
     """
     kept = data.kept
     rows = len(kept.tokens)
@@ -107,6 +107,7 @@ def padded_sequences(
         dropped_rows=kept.dropped_rows,
         largest=(each * largest_rows, largest),
         weight=kept.weight,
+        exact=in_order or bool(mismatched) or micro_batch == 1,
     )
 
 
