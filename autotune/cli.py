@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         when = "" if given[:1] in (["lengths"], ["doctor"]) else " before the first trial"
-        print(f"interrupted{when}; nothing was written", file=sys.stderr)
+        resumed = any(one.partition("=")[0] == "--resume" for one in given)
+        left = "the run is as it was" if resumed else "nothing was written"
+        print(f"interrupted{when}; {left}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout is gone: nothing more to say to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -147,8 +149,14 @@ def _resume(options: Options, namespace: argparse.Namespace, started: float) -> 
             hint="leave the TRL options out, or start a new run",
         )
     assert options.resume is not None
-    plan = engine.resume(options)
     listener, narrator = _listener(namespace)
+    before = engine.finished_before(options)
+    if before is not None:
+        if narrator is not None:
+            narrator.finished_before(before)
+        listener(before)
+        return _after(before, engine.resume(options), namespace)
+    plan = engine.resume(options)
     try:
         with (
             session.ended_by_signals(),
@@ -197,6 +205,8 @@ def _dry_run(plan: Plan, namespace: argparse.Namespace) -> int:
 def _after(last: RunFinished, plan: Plan, namespace: argparse.Namespace) -> int:
     """What follows a run: the path on stdout, the training if it was asked for, the exit code."""
     if last.outcome == "interrupted":
+        if last.config is not None and not namespace.json:
+            print(last.config)
         return 130
     assert last.config is not None
     if namespace.launch:

@@ -159,7 +159,7 @@ def _with_kernels(job: Job, machine: Machine, model: ModelShape, folder: Path, c
 
 
 def _check_attention(job: Job, machine: Machine) -> None:
-    """Refuse an attention whose name stands for nothing. One that is known and does not run here gives way to others."""
+    """Refuse an attention whose name stands for nothing; one that is known and cannot run here gives way to others."""
     asked = wording.job_attention(job)
     named = next((one for one in machine.attention if one.name == asked), None)
     if asked is None or named is None or named.usable or named.reason != malformed(asked):
@@ -180,6 +180,15 @@ def resume(options: Options) -> Plan:
     data = Data(prepared.job, prepared.lengths, prepared.model)
     space = build_space(prepared.job, prepared.machine, data, allowed=prepared.allowed)  # type: ignore[arg-type]
     return Plan(prepared=prepared, data=data, space=space)
+
+
+def finished_before(options: Options) -> RunFinished | None:
+    """How the run to be resumed ended, where it did and these options give it no more time or trials than it had."""
+    assert options.resume is not None
+    prepared = run_folder.read(options.resume)
+    longer = (options.budget_seconds or 0.0) > prepared.budget_seconds
+    more = prepared.trial_limit is not None and (options.trial_limit or 0) > prepared.trial_limit
+    return None if longer or more else run_folder.finished(options.resume)
 
 
 def dry_run(plan: Plan) -> dict[str, Any]:
@@ -220,6 +229,8 @@ def tune(
             run_folder.check_new(folder)  # again: another run may have come and gone while this one looked around
             report = wording.lengths_json(plan.data, lengths_report, plan.prepared.job)
             run_folder.create(folder, plan.prepared, plan.space, report)
+        else:
+            run_folder.write_prepared(folder, plan.prepared)  # its limits may be others now
         return _tune(plan, folder, children, started=started, emit=emit, resumed=resumed)
 
 
@@ -234,6 +245,8 @@ def _tune(
         events.write(event)
         emit(event)
 
+    earlier = run_folder.results(folder) if resumed else []
+    confirmed = run_folder.confirmed(folder) if resumed else None
     precision = wording.precision(job, prepared.machine)
     say(
         RunStarted(
@@ -249,11 +262,10 @@ def _tune(
             budget_seconds=prepared.budget_seconds,
         )
     )
-    earlier = run_folder.results(folder) if resumed else []
     if resumed:
         _note(say, "job", wording.job_line(job))
         _note(say, "data", wording.data_line(plan.data))
-        _note(say, "plan", f"going on after {len(earlier)} trials")
+        _note(say, "plan", f"going on after {len(earlier)} trial{'' if len(earlier) == 1 else 's'}")
     _note(say, "plan", wording.plan_line(plan.space, estimated_seconds(plan), prepared.budget_seconds))
     setting = setting_of(plan, folder, children, emit=say, started=started)
     tuner = Tuner(setting, earlier)
@@ -268,10 +280,16 @@ def _tune(
         run_folder.clean(folder)
         for topic, text in closing.lines(setting, found, seconds=time.monotonic() - started):
             _note(say, topic, text)
-        last = _deliver(setting, found, folder, seconds=time.monotonic() - started)
+        seconds = time.monotonic() - started
+        if confirmed is not None and not found.confirmed_rounds:
+            _note(say, "best", "this is not confirmed, and what was confirmed before stays")
+            ended = "interrupted" if found.outcome == "interrupted" else confirmed.outcome
+            last = msgspec.structs.replace(confirmed, outcome=ended, trials=len(found.results), seconds=seconds)
+        else:
+            last = _deliver(setting, found, folder, seconds=seconds)
         say(last)
         events.close()
-    if failure is not None:
+    if failure is not None and last.config is None:
         raise failure
     return last
 
@@ -312,6 +330,7 @@ def _deliver(setting: Setting, found: Found, folder: Path, *, seconds: float) ->
         best=delivered.options,
         config=str(delivered.config) if delivered.config is not None else None,
         profile=str(delivered.profile) if delivered.profile is not None else None,
+        confirmed=found.confirmed_rounds > 0,
     )
 
 

@@ -150,6 +150,7 @@ class RunFinished(Event, frozen=True, tag="run_finished"):
     best: dict[str, Any]
     config: str | None
     profile: str | None
+    confirmed: bool = False  # measured in turns with the user's own
 
 
 AnyEvent = (

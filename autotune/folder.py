@@ -15,6 +15,7 @@ import msgspec
 
 from autotune.child import write_whole
 from autotune.errors import AutotuneError
+from autotune.events import EventReader, RunFinished, RunStarted
 from autotune.job import Job
 from autotune.plan.space import Space
 from autotune.probe.lengths import Lengths
@@ -95,6 +96,11 @@ def create(folder: Path, prepared: Prepared, space: Space, report: dict[str, Any
     write_whole(folder / "machine.json", to_json(prepared.machine))
     write_whole(folder / "lengths.json", to_json(report))
     write_whole(folder / "space.json", to_json(space))
+    write_prepared(folder, prepared)
+
+
+def write_prepared(folder: Path, prepared: Prepared) -> None:
+    """Write that from which the run can be resumed."""
     write_whole(folder / "run.msgpack", msgspec.msgpack.encode(prepared))
 
 
@@ -107,6 +113,14 @@ def read(folder: Path) -> Prepared:
             f"`{folder}` is no run's folder: it has no `run.msgpack`",
             hint=f"runs are in `{RUNS}/`, below the folder where they were started",
         ) from None
+    try:
+        whole = isinstance(msgspec.msgpack.decode(content), dict)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        whole = False
+    if not whole:
+        tuned = folder / "tuned.yaml"
+        still = f"; `trl sft --config {tuned}` still works" if tuned.is_file() else ""
+        raise AutotuneError(f"`{folder}/run.msgpack` is damaged", hint=f"start a new run{still}")
     try:
         return msgspec.msgpack.decode(content, type=Prepared)
     except msgspec.DecodeError as error:
@@ -122,6 +136,28 @@ def results(folder: Path) -> list[TrialResult]:
         with contextlib.suppress(OSError, msgspec.DecodeError):
             found.append(msgspec.json.decode(path.read_bytes(), type=TrialResult))
     return found
+
+
+def finished(folder: Path) -> RunFinished | None:
+    """How the run ended; None for one that was interrupted, failed, or is half way through a later session."""
+    last: RunStarted | RunFinished | None = None
+    for event in EventReader(folder / "events.jsonl").read():
+        if isinstance(event, RunStarted | RunFinished):
+            last = event
+    return last if isinstance(last, RunFinished) and _is_result(last) else None
+
+
+def confirmed(folder: Path) -> RunFinished | None:
+    """The last result of the folder that was confirmed, whatever came after it."""
+    found: RunFinished | None = None
+    for event in EventReader(folder / "events.jsonl").read():
+        if isinstance(event, RunFinished) and event.confirmed and _is_result(event):
+            found = event
+    return found
+
+
+def _is_result(event: RunFinished) -> bool:
+    return event.outcome in ("improved", "kept") and event.config is not None and Path(event.config).is_file()
 
 
 def clean(folder: Path) -> None:

@@ -160,7 +160,8 @@ def check_refused(answer: Answer, what: str, hint: str, *, after_narration: bool
         ("sft --config sft.yaml --auto --run-folder rows.jsonl/x", "rows.jsonl` is no folder", "`--run-folder DIR`"),
         ("--resume nowhere", "`nowhere` is no run's folder", "autotune-runs/"),
         ("--resume full", "`full` is no run's folder", "autotune-runs/"),
-        ("--resume torn", "`torn/run.msgpack` is of another version", "start a new run"),
+        ("--resume torn", "`torn/run.msgpack` is damaged", "`trl sft --config torn/tuned.yaml` still works"),
+        ("--resume other", "`other/run.msgpack` is of another version", "start a new run"),
         ("sft --config sft.yaml --auto --resume full", "`--config` would change it", "start a new run"),
         ("launch nowhere", "`nowhere` is no run's folder", "autotune-runs/"),
         ("launch", "required: RUN", "--help"),
@@ -174,7 +175,10 @@ def test_what_is_wrong_is_said_in_two_lines(arguments: str, what: str, hint: str
     (folder / "full").mkdir()
     (folder / "full" / "notes").touch()
     (folder / "torn").mkdir()
-    (folder / "torn" / "run.msgpack").write_bytes(b"\x01\x02")
+    (folder / "torn" / "run.msgpack").write_bytes(b"\x82\xa6schema\x01\xa3jo")
+    (folder / "torn" / "tuned.yaml").touch()
+    (folder / "other").mkdir()
+    (folder / "other" / "run.msgpack").write_bytes(b"\x81\xa6schema\x01")
     (folder / "rows.jsonl").chmod(0o755)  # root may search what anyone may execute
     before = sorted(path.name for path in folder.iterdir())
     check_refused(run(*arguments.split()), what, hint)
@@ -337,6 +341,20 @@ def test_the_winner_of_a_run_is_printed_as_python(run: Run, folder: Path) -> Non
     assert run("report", "--python", "done").out == "SFTConfig(\n    packing=True,\n)\n"
     assert run("report", "done", "--python").code == 0
     assert run("report", "kept", "--python").out == "# nothing to change: yours is kept\n"
+
+
+def test_a_run_that_is_finished_is_not_searched_again_unless_it_may_try_more(run: Run, folder: Path) -> None:
+    first = run("sft", "--config", "sft.yaml", "--auto", "--trials", "1", "--budget", "30s", "--run-folder", "done")
+    assert first.code == 0, first.err
+    before = {path: path.read_bytes() for path in (folder / "done").rglob("*") if path.is_file()}
+    again = run("sft", "--resume", "done")
+    assert again.code == 0, again.err
+    assert again.out == first.out
+    assert "this run is finished" in again.err
+    assert {path: path.read_bytes() for path in (folder / "done").rglob("*") if path.is_file()} == before
+    more = run("sft", "--resume", "done", "--trials", "2")
+    assert more.code == 0, more.err
+    assert "going on after 1 trial\n" in more.err
 
 
 def test_the_hint_to_a_misspelt_option_knows_every_option() -> None:

@@ -440,6 +440,26 @@ def test_a_report_says_when_it_was_interrupted_or_not_confirmed(make_setting: Ma
     )
 
 
+def test_the_time_of_earlier_sessions_is_not_counted_with_this_ones(make_setting: MakeSetting, tmp_path: Path) -> None:
+    setting = make_setting()
+    found = found_in(setting)
+    results = tuple(msgspec.structs.replace(one, step_seconds=30.0, startup_seconds=1.0) for one in found.results)
+    found = msgspec.structs.replace(found, results=results, session_index=4)
+    text = report_of(setting, found, tmp_path)
+    assert " in this session, to which these figures belong, 40 s of it searching" in text
+    assert "75% inside measured and warm-up steps, 2% starting trials, 22% elsewhere" in text
+    assert len(rows_below("What was tried", text)) == len(results)
+
+
+def test_what_ran_on_a_busy_machine_is_listed_last_and_says_so(make_setting: MakeSetting, tmp_path: Path) -> None:
+    setting = make_setting()
+    found = found_in(setting)
+    results = tuple(msgspec.structs.replace(one, busy=one.index == 2, rate=one.rate) for one in found.results)
+    rows = rows_below("What was tried", report_of(setting, msgspec.structs.replace(found, results=results), tmp_path))
+    assert rows[-1][0] == "2"
+    assert rows[-1][-1] == "ok; the machine was busy"
+
+
 # --- profile.yaml ----------------------------------------------------------------------------------------------------
 
 

@@ -106,6 +106,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
         "best",
         "config",
         "profile",
+        "confirmed",
     ),
 }
 

@@ -548,6 +548,40 @@ def test_a_resumed_search_runs_no_trial_again_and_ends_as_if_it_had_not_been_cut
     assert (found.outcome, found.winner, found.speedup) == (expected.outcome, expected.winner, expected.speedup)
 
 
+def test_a_resumed_search_has_all_that_was_measured_before_it_does_anything(
+    material: Material, children: Children, interrupted: tuple[Path, list[Rule], Run]
+) -> None:
+    folder, rules, before = interrupted
+    resumed = Run(material, children, folder, rules, earlier=run_folder.results(folder))
+    found = resumed.tuner.found("interrupted")
+    assert found.results == before.tuner.found("interrupted").results
+    assert found.best == before.tuner.best
+    assert found.session_index == 4
+
+
+def test_a_trial_that_is_interrupted_while_it_is_measured_again_is_kept_and_wins_nothing(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    rules: list[Rule] = [{"if": {"num_cpu_threads_per_process": 2}, "seconds": 0.5}]
+    folder = tmp_path / "run"
+    run = Run(material, children, folder, rules, space=narrowed(material, "threads"))
+
+    def emit(event: AnyEvent) -> None:
+        run.said.append(event)
+        if isinstance(event, TrialStarted) and event.reason.startswith("again"):
+            raise KeyboardInterrupt
+
+    run.tuner.setting.emit = emit
+    run.tuner._disturbed = lambda result: result.index == 1  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.search()
+    found = run.tuner.found("interrupted")
+    assert [(one.index, one.busy) for one in found.results] == [(0, False), (1, True)]
+    assert found.results[1].rate == pytest.approx(2 * RATE)
+    assert found.winner == material.space.baseline
+    assert [(one.index, one.busy) for one in run_folder.results(folder)] == [(0, False), (1, True)]
+
+
 def test_a_trial_without_a_whole_result_is_run_again(
     material: Material, children: Children, interrupted: tuple[Path, list[Rule], Run]
 ) -> None:

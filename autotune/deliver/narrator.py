@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import TYPE_CHECKING, TextIO
 
@@ -70,6 +71,12 @@ class Narrator:
         """Start drawing the bar, where there is a terminal."""
         self._progress.start()
         self._task = self._progress.add_task("looking around", total=None, left="")
+
+    def finished_before(self, event: RunFinished) -> None:
+        """A run that is to be resumed, and is done."""
+        self._progress.stop()
+        self._method = "sft"
+        self._line("plan", "this run is finished: a longer `--budget` or more `--trials` than it had go on with it")
 
     def close(self) -> None:
         """Take the bar away."""
@@ -144,6 +151,7 @@ class Narrator:
                 self._line("result", "yours is kept: nothing beat it beyond the noise")
             case "interrupted":
                 self._line("result", "interrupted; this is the best so far")
+                self._line("go on", f"trl-autotune {self._method} --resume {shlex.quote(event.run)}")
             case _ if event.speedup is None:
                 self._line("result", "yours did not run here; this does")
             case _:

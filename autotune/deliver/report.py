@@ -169,11 +169,12 @@ def _tried(setting: Setting, found: Found) -> str:
         "| # | setting | grade | useful tokens/s | against yours | memory | outcome |",
         "|---|---|---|---|---|---|---|",
     ]
-    ordered = sorted(found.results, key=lambda one: (-(one.rate or 0.0), one.index))
+    ordered = sorted(found.results, key=lambda one: (one.busy, -(one.rate or 0.0), one.index))
     for result in ordered:
         rate = wording.rate(result.rate) if result.rate else ""
         against = f"{result.rate / baseline.rate:.2f}x" if result.rate and baseline and baseline.rate else ""
         outcome = "ok" if result.outcome == "ok" else _outcome(result)
+        outcome += "; the machine was busy" if result.busy else ""
         grade, memory = setting.space.grade(result.candidate), wording.gigabytes(result.peak_bytes)
         rows.append(_cells(result.index, result.label, grade, rate, against, memory, outcome))
     return "\n".join(rows)
@@ -195,7 +196,8 @@ def _out(setting: Setting, found: Found) -> str:
 
 
 def _time(found: Found, seconds: float) -> str:
-    trials = [*found.results]
+    trials = [one for one in found.results if one.index >= found.session_index]
+    session = "all" if found.session_index == 0 else "this session, to which these figures belong"
     inside = sum(result.step_seconds for result in trials)
     starting = sum(result.startup_seconds or 0.0 for result in trials)
     search = found.search_seconds
@@ -205,7 +207,7 @@ def _time(found: Found, seconds: float) -> str:
     lines = [
         "## Where the time went",
         "",
-        f"* {wording.seconds(seconds)} in all, {wording.seconds(search)} of it searching and "
+        f"* {wording.seconds(seconds)} in {session}, {wording.seconds(search)} of it searching and "
         f"{wording.seconds(found.confirm_seconds)} confirming",
         f"* of the search: {inside / search:.0%} inside measured and warm-up steps, {starting / search:.0%} starting "
         f"trials, {rest / search:.0%} elsewhere: reading results, ending trials",

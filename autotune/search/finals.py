@@ -23,7 +23,9 @@ def finalists(setting: Setting, results: list[TrialResult], *, baseline_runs: bo
     Without a baseline that runs, the job's own settings have no place of their own and may be among them.
     """
     space = setting.space
-    rated = [one for one in results if one.rate and not (baseline_runs and one.candidate == space.baseline)]
+    rated = [
+        one for one in results if one.rate and not one.busy and not (baseline_runs and one.candidate == space.baseline)
+    ]
     if not rated:
         return []
     best_rate = max(one.rate or 0.0 for one in rated)

@@ -26,6 +26,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     contender_ratio: Estimate | None = None
     gates: tuple[Gate, ...] = ()
     memory: tuple[TrialResult, ...] = ()  # of the longest rows: the winner, and the baseline where it ran
+    session_index: int = 0  # trials from this one on ran in this session, the others before a resume
     search_seconds: float = 0.0
     confirm_seconds: float = 0.0
 

@@ -113,9 +113,14 @@ def forward(setting: Setting, trial: Trial) -> list[AnyEvent]:
     return said
 
 
+def keep(setting: Setting, result: TrialResult) -> None:
+    """Write `result.json`, from which the trial is known after a resume."""
+    write_whole(setting.trial_folder(result.index) / "result.json", to_json(result))
+
+
 def finished(setting: Setting, result: TrialResult, baseline_rate: float | None) -> None:
     """Write `result.json`, which makes the trial count, and say so."""
-    write_whole(setting.trial_folder(result.index) / "result.json", to_json(result))
+    keep(setting, result)
     setting.emit(
         TrialFinished(
             trial=result.index,

@@ -15,7 +15,7 @@ from autotune.search.confirm import Confirmed, confirm
 from autotune.search.finals import check, finalists, first_among_equals
 from autotune.search.found import Found, describe_failure, estimate_of, unconfirmed
 from autotune.search.gates import Gate
-from autotune.search.measure import measure
+from autotune.search.measure import keep, measure
 from autotune.search.memory_use import MemoryUse
 from autotune.search.proposals import Proposals
 from autotune.search.samples import Sample
@@ -36,9 +36,13 @@ class Tuner:
 
     def __init__(self, setting: Setting, earlier: list[TrialResult]) -> None:
         self.setting = setting
-        self.results: list[TrialResult] = []
-        self._earlier = {result.candidate: result for result in earlier if result.purpose == "speed"}
-        self._next_index = max((result.index for result in earlier), default=-1) + 1
+        base = setting.space.baseline
+        # a baseline taken beside others is no measure for the rest
+        measured = {
+            one.candidate: one for one in earlier if one.purpose == "speed" and not (one.busy and one.candidate == base)
+        }
+        self.results = sorted(measured.values(), key=lambda one: (one.candidate != base, one.index))
+        self._next_index = self._session_index = max((result.index for result in earlier), default=-1) + 1
         self._sample: Sample | None = None
         self._confirmed: Confirmed | None = None
         self._again = MOST_REPEATS
@@ -54,6 +58,8 @@ class Tuner:
             room=self._memory_use.room,
             seed=setting.seed,
         )
+        for result in self.results:
+            self._proposals.tell(result)
 
     # --- what is known so far ------------------------------------------------------------------------------------
 
@@ -64,8 +70,9 @@ class Tuner:
 
     @property
     def best(self) -> TrialResult | None:
-        """The fastest measured so far."""
-        return max((one for one in self.results if one.rate), key=lambda one: one.rate or 0.0, default=None)
+        """The fastest measured so far, of those that had the machine if any had."""
+        rated = [one for one in self.results if one.rate]
+        return max(rated, key=lambda one: (not one.busy, one.rate or 0.0), default=None)
 
     def found(self, outcome: RunOutcome | None = None) -> Found:
         """The state of the search as a result; valid at any moment."""
@@ -100,6 +107,7 @@ class Tuner:
             contender_ratio=contender_ratio,
             gates=self._gates,
             memory=tuple(self._memory),
+            session_index=self._session_index,
             search_seconds=self._search_seconds,
             confirm_seconds=self._confirm_seconds,
         )
@@ -153,8 +161,10 @@ class Tuner:
         longest = max(4.0, PASS_SHARE * setting.budget_seconds)
         while True:
             self._sample = samples.draw(self.setting, steps)
-            result = self._recall(base)
-            if result is None:
+            recalled = next((one for one in self.results if one.candidate == base), None)
+            if recalled is not None:
+                result = recalled
+            else:
                 result = self._measure(
                     base,
                     "your own settings",
@@ -172,15 +182,15 @@ class Tuner:
                 topic="trial",
             )
             self._next_index -= 1  # it told how long a step is and nothing else
-        self._told(result)
+        for one in self.results:
+            self._memory_use.tell(one, self._sample)
+        if recalled is None:
+            self._told(result)
         if result.rate is None:
             self._note(f"yours did not run: {describe_failure(result)}; looking for settings that do", topic="trial")
 
     def _try(self, candidate: Candidate, reason: str) -> None:
-        result = self._recall(candidate)
-        if result is None:
-            result = self._measure(candidate, reason)
-        self._told(result)
+        self._told(self._measure(candidate, reason))
 
     def _measure(self, candidate: Candidate, reason: str, *, longest_pass: float | None = None) -> TrialResult:
         """Measure, and once more where other processes had the cores that the candidate needs."""
@@ -190,19 +200,29 @@ class Tuner:
         best, baseline = self.best, self.baseline
         tries: list[TrialResult] = []
         while True:
-            result = measure(
-                setting,
-                index,
-                candidate,
-                self._sample,
-                reason=reason,
-                best=estimate_of(best) if best is not None else None,
-                baseline_rate=baseline.rate if baseline is not None else None,
-                longest_pass=longest_pass,
-            )
+            try:
+                result = measure(
+                    setting,
+                    index,
+                    candidate,
+                    self._sample,
+                    reason=reason,
+                    best=estimate_of(best) if best is not None else None,
+                    baseline_rate=baseline.rate if baseline is not None else None,
+                    longest_pass=longest_pass,
+                )
+            except KeyboardInterrupt:
+                if tries:  # what was measured beside others is better than nothing
+                    kept = msgspec.structs.replace(tries[-1], busy=True)
+                    keep(setting, kept)
+                    self._told(kept)
+                raise
             tries.append(result)
             if not self._disturbed(result) or self._again == 0 or len(tries) > MOST_TRIES:
-                return min(tries, key=lambda one: one.others_cores)
+                calmest = min(tries, key=lambda one: one.others_cores)
+                if calmest is not result:
+                    keep(setting, calmest)
+                return calmest
             self._again -= 1
             self._note(
                 f"other processes kept {result.others_cores:.1f} of {setting.machine.cpu.cores} cores busy during "
@@ -224,14 +244,15 @@ class Tuner:
         if self._sample is not None:
             self._memory_use.tell(result, self._sample)
         self._proposals.tell(result)
-        if result.rate and (before is None or result.rate > (before.rate or 0.0)) and len(self.results) > 1:
+        if (
+            result.rate
+            and not result.busy
+            and (before is None or result.rate > (before.rate or 0.0))
+            and len(self.results) > 1
+        ):
             baseline = self.baseline
             ratio = result.rate / baseline.rate if baseline is not None and baseline.rate else None
             self.setting.emit(BestChanged(trial=result.index, label=result.label, rate=result.rate, ratio=ratio))
-
-    def _recall(self, candidate: Candidate) -> TrialResult | None:
-        """The result of an earlier, interrupted search of this run."""
-        return self._earlier.pop(candidate, None)
 
     def _take_index(self) -> int:
         index = self._next_index

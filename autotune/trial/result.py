@@ -71,6 +71,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     kernel_revision: str | None = None  # the hub kernel's commit, or `local`
     peak_bytes: int | None = None
     others_cores: float = 0.0  # cores that other processes kept busy meanwhile
+    busy: bool = False  # others had the cores, and it was not measured again: its rate wins nothing
     startup_seconds: float | None = None  # child start to first optimizer step
     step_seconds: float = 0.0  # inside measured and warm-up steps
     seconds: float = 0.0
