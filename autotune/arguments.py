@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,12 +53,27 @@ GPUS: dict[str, Any] = {
 
 MOST_CORES = 4096
 LEAST_MEMORY_BYTES = 10**8  # importing TRL alone takes three times that
+MOST_MEMORY_BYTES = 2**50
+SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(I)?)?B?")
+QUANTITIES = ("--budget", "--cores", "--gpu-memory", "--memory-limit", "--ram", "--trials")
 
 
 class Parser(argparse.ArgumentParser):
     """argparse with this project's way of saying what is wrong."""
 
     command = "trl-autotune"
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse, which takes `-1GB` for an option: a negative quantity is a value, and refused as one."""
+        joined: list[str] = []
+        for argument in args or ():
+            if joined and joined[-1] in QUANTITIES and re.match(r"-\.?\d", argument):
+                joined[-1] += f"={argument}"
+            else:
+                joined.append(argument)
+        return super().parse_known_args(joined, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise AutotuneError(message, hint=f"`{self.command} --help` lists the options")
@@ -273,14 +290,17 @@ def _cores(text: str) -> int:
 
 
 def _bytes(text: str, *, option: str = "--memory-limit") -> int:
-    """`8GB`, `512MB`, with or without the B; powers of ten."""
-    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-    bare = text.upper().removesuffix("B")
-    number, unit = (bare[:-1], units[bare[-1]]) if bare[-1:] in units else (bare, 1)
-    try:
-        value = int(float(number) * unit)
-    except (ValueError, OverflowError):
-        value = 0
-    if value < LEAST_MEMORY_BYTES:
-        raise AutotuneError(f"`{option} {text}` is not a size", hint="write it as 8GB or 500MB, and as 100MB at least")
+    """`8GB`, `512MB`, with or without the B, in powers of ten; `8GiB`, `512MiB` in powers of two."""
+    found = SIZE.fullmatch(text.strip().upper()) if text.isascii() and len(text) < 40 else None
+    value = 0
+    if found is not None:
+        power = 1 + "KMGT".index(found[2]) if found[2] else 0
+        value = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if not LEAST_MEMORY_BYTES <= value <= MOST_MEMORY_BYTES:
+        raise AutotuneError(
+            f"`{option} {text}` is not a size",
+            hint="write it as 8GB, 8GiB or 500MB, and as 100MB at least"
+            if value < LEAST_MEMORY_BYTES
+            else "no machine has more than 1,000 TB",
+        )
     return value

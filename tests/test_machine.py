@@ -242,8 +242,22 @@ def test_a_file_that_tells_no_free_memory_has_all_of_it_free() -> None:
     ("changes", "what"),
     [
         ({"ram_bytes": "64 GB"}, "the machine file is wrong in `ram_bytes`: expected `int`, got `str`"),
-        ({"ram_bytes": -1}, "the machine file is wrong in `ram_bytes`: expected `int` >= 0"),
-        ({"schema": 2}, "the machine file is wrong in `schema`: invalid enum value 2"),
+        ({"ram_bytes": -1}, "the machine file is wrong in `ram_bytes`: expected `int` >= 1"),
+        ({"ram_bytes": 10**18}, "the machine file is wrong in `ram_bytes`: expected `int` <= 1125899906842624"),
+        ({"ram_bytes": 0}, "the machine file is wrong in `ram_bytes`: expected `int` >= 1"),
+        (
+            {"free_ram_bytes": 65 * GIB},
+            "the machine file is wrong in `free_ram_bytes`: 69793218560 bytes are free of 68719476736",
+        ),
+        (
+            {"cpu": {"name": "x", "cores": 0, "bf16": True}},
+            "the machine file is wrong in `cpu.cores`: expected `int` >= 1",
+        ),
+        (
+            {"attention": [{"name": "a", "usable": True, "packing": "", "reason": "", "milliseconds": -1}]},
+            "the machine file is wrong in `attention[0].milliseconds`: expected `float` >= 0.0",
+        ),
+        ({"schema": 0}, "the machine file is wrong in `schema`: invalid enum value 0"),
         ({"backend": "tpu"}, "the machine file is wrong in `backend`: invalid enum value 'tpu'"),
         ({"gpus": [{"index": 0}]}, "the machine file is wrong in `gpus[0]`: object missing required field `uuid`"),
         (
@@ -267,6 +281,36 @@ def test_a_field_that_a_machine_file_lacks_is_named() -> None:
     with pytest.raises(AutotuneError) as raised:
         machine_from_json(b'{"schema": 1}')
     assert raised.value.what == "the machine file is wrong: object missing required field `backend`"
+
+
+@pytest.mark.parametrize("size", [b"1" + b"0" * 30, b"1" + b"0" * 400, b"1e400", b"-1e30"])
+def test_a_number_out_of_all_bounds_is_refused(size: bytes) -> None:
+    content = document(ram_bytes=-12345).replace(b"-12345", size)
+    with pytest.raises(AutotuneError, match=r"^the machine file is (wrong in `ram_bytes`|not JSON)"):
+        machine_from_json(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b" \n", "the machine file `there.json` is empty"),
+        (b"\xef\xbb\xbf" + document(), "the machine file `there.json` begins with a byte order mark"),
+        (document().decode().encode("utf-16"), "the machine file `there.json` is not UTF-8, it looks like UTF-16"),
+        (document().decode().encode("utf-16-be"), "the machine file `there.json` is not UTF-8, it looks like UTF-16"),
+        (document(schema=2), "the machine file `there.json` has `schema` 2, and this version reads 1"),
+        (b'{"backend": "cpu"}', "the machine file `there.json` is wrong: it has no `schema`, which is 1"),
+        (b"[" * 100_000, "the machine file `there.json` is wrong: expected `object`"),
+    ],
+)
+def test_what_is_wrong_with_a_machine_file_is_said_with_its_name(content: bytes, what: str) -> None:
+    with pytest.raises(AutotuneError) as raised:
+        machine_from_json(content, file=Path("there.json"))
+    assert raised.value.what == what
+
+
+def test_control_characters_of_a_machine_file_reach_no_terminal() -> None:
+    machine = machine_from_json(document(driver="580\x1b[2J\u202e.95", cpu={"name": "x\ny", "cores": 1, "bf16": True}))
+    assert (machine.driver, machine.cpu.name) == ("580 [2J .95", "x y")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null"])

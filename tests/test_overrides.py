@@ -118,6 +118,12 @@ def test_what_could_have_no_effect_is_refused(machine: Machine, said: Overrides,
     [
         ("--gpu-memory lots", "`--gpu-memory lots` is not a size", "8GB"),
         ("--ram 5", "`--ram 5` is not a size", "100MB at least"),
+        ("--ram -1GB", "`--ram -1GB` is not a size", "100MB at least"),
+        ("--ram 1e30", "`--ram 1e30` is not a size", "8GiB"),
+        ("--ram 2000TB", "`--ram 2000TB` is not a size", "no machine has more"),
+        ("--gpu-memory 9999999999TB", "is not a size", "no machine has more"),
+        ("--budget -5s", "`--budget -5s` is not a duration", "90s"),
+        ("--trials -3", "`--trials` must be at least 1", "your own settings"),
         ("--cores two", "`--cores two` is no number of cores", "whole number from 1"),
         ("--cores 0", "`--cores 0` is no number of cores", "whole number from 1"),
         ("--cores 1.5", "`--cores 1.5` is no number of cores", "whole number from 1"),
@@ -130,6 +136,20 @@ def test_what_is_no_such_value_is_refused(arguments: str, what: str, hint: str) 
         options_of(parse(["sft", *arguments.split()]))
     assert what in raised.value.what
     assert hint in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("size", "size_bytes"),
+    [
+        ("64GB", 64 * 10**9),
+        ("64 gib", 64 * GIB),
+        ("512MiB", 512 * 2**20),
+        ("0.5T", 5 * 10**11),
+        ("200000000", 2 * 10**8),
+    ],
+)
+def test_sizes_are_in_powers_of_ten_or_of_two(size: str, size_bytes: int) -> None:
+    assert options_of(parse(["sft", "--ram", size])).overrides.ram_bytes == size_bytes
 
 
 def test_a_run_that_is_resumed_keeps_its_machine() -> None:

@@ -30,7 +30,8 @@ LITTLE_BYTES = 256 * 2**20  # a display, or an MPS server that waits; a process 
 UNSEEN_BYTES, UNSEEN_SHARE = 2 * 2**30, 0.05
 SHARING_RAM = ("GB10", "Tegra", "Orin", "Thor", "Xavier", "Jetson")  # GPUs without memory of their own, by name
 
-Bytes = Annotated[int, msgspec.Meta(ge=0)]
+MOST_BYTES = 2**50  # no machine has a pebibyte of memory
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
 
 
 class GpuProcess(msgspec.Struct, frozen=True):

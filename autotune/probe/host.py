@@ -15,10 +15,12 @@ import psutil
 # The instructions that make bfloat16 faster than float32 on a CPU, not merely possible.
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
+MOST_CORES = 4096
+
 
 class Cpu(msgspec.Struct, frozen=True):
     name: str
-    cores: Annotated[int, msgspec.Meta(ge=1)]  # physical cores this process may use
+    cores: Annotated[int, msgspec.Meta(ge=1, le=MOST_CORES)]  # physical cores this process may use
     bf16: bool
     bf16_flag: str | None = None  # the CPU's own name for its bf16 instructions
 

@@ -7,14 +7,15 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from autotune.errors import AutotuneError
 from autotune.probe.facts import Fact, Problem
-from autotune.probe.gpus import Bytes, Gpu, NvmlReport, probe_gpus
+from autotune.probe.gpus import MOST_BYTES, Bytes, Gpu, NvmlReport, probe_gpus
 from autotune.probe.host import Cpu, probe_cpu, probe_memory
+from autotune.probe.machine_document import NEW_FILE, check_content, check_sense, named, printable, wrong_field
 from autotune.probe.versions import TorchBuild, kernels_problem, probe_torch_build, probe_versions
 
 __all__ = [
@@ -57,8 +58,8 @@ class AttentionBackend(msgspec.Struct, frozen=True):
     usable: bool
     packing: str
     reason: str
-    milliseconds: float | None = None
-    error: float | None = None
+    milliseconds: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None
+    error: Annotated[float, msgspec.Meta(ge=0)] | None = None
     revision: str | None = None
     expected: bool = False
 
@@ -80,7 +81,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     driver: str | None
     cuda_driver: tuple[int, int] | None
     cpu: Cpu
-    ram_bytes: Bytes
+    ram_bytes: Annotated[int, msgspec.Meta(ge=1, le=MOST_BYTES)]
     free_ram_bytes: Bytes = 0  # 0 in a file that does not tell it
     versions: dict[str, str | None]
     precision: Fact
@@ -203,29 +204,30 @@ def to_json(machine: Machine) -> bytes:
     return msgspec.json.encode(machine)
 
 
-def machine_from_json(content: bytes) -> Machine:
-    """Read what `to_json` wrote, or a file made by hand for a what-if.
+def machine_from_json(content: bytes, *, file: Path | None = None) -> Machine:
+    """Read what `to_json` wrote, or a `file` made by hand for a what-if.
 
-    A file that does not tell the free memory is taken to have all of it free. Raises AutotuneError that names the
-    field that is wrong and what was expected there.
+    A file that does not tell the free memory is taken to have all of it free. Control characters become spaces. Raises
+    AutotuneError that names the file, the field that is wrong and what was expected there.
     """
+    check_content(content, file)
     try:
         machine = msgspec.json.decode(content, type=Machine)
     except msgspec.ValidationError as error:
         expected, _, field = str(error).partition(" - at `$.")
         place = f" in `{field.rstrip('`')}`" if field else ""
-        raise _wrong_field(place, expected[:1].lower() + expected[1:]) from None
+        raise wrong_field(file, place, expected[:1].lower() + expected[1:]) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise AutotuneError(
-            f"the machine file is not JSON: {error}", hint="make one with `trl-autotune doctor --json`"
-        ) from None
+        raise AutotuneError(f"{named(file)} is not JSON: {error}", hint=NEW_FILE) from None
+    machine = msgspec.convert(printable(msgspec.to_builtins(machine)), Machine)
     if machine.precision.value not in get_args(Precision):
         expected = (
             f"expected one of {', '.join(f'`{one}`' for one in get_args(Precision))}, got `{machine.precision.value}`"
         )
-        raise _wrong_field(" in `precision.value`", expected)
+        raise wrong_field(file, " in `precision.value`", expected)
     if machine.backend == "cuda" and not machine.gpus:
-        raise _wrong_field(" in `gpus`", "expected at least one GPU with the backend `cuda`, got none")
+        raise wrong_field(file, " in `gpus`", "expected at least one GPU with the backend `cuda`, got none")
+    check_sense(machine, file)
     if machine.free_ram_bytes == 0:
         machine = msgspec.structs.replace(machine, free_ram_bytes=machine.ram_bytes)
     return machine
@@ -244,7 +246,7 @@ def read_machine(path: Path) -> Machine:
             f"cannot read the machine file `{path}`: {error.strerror}",
             hint="give the path of a file; `trl-autotune doctor --json > machine.json` makes one on the machine meant",
         ) from None
-    machine = machine_from_json(content)
+    machine = machine_from_json(content, file=path)
     precision, problems = machine.precision, machine.problems
     if "precision" not in machine.overridden:
         precision = choose_precision(machine.backend, machine.gpus, machine.cpu)
@@ -270,13 +272,6 @@ def as_torch_sees(machine: Machine) -> dict[str, bool]:
         "bf16": machine.backend != "cpu",
         "tf32": machine.backend == "cuda" and first is not None and first >= AMPERE,
     }
-
-
-def _wrong_field(place: str, expected: str) -> AutotuneError:
-    return AutotuneError(
-        f"the machine file is wrong{place}: {expected}",
-        hint="`trl-autotune doctor --json` prints this machine in that form, to start from",
-    )
 
 
 def describe(machine: Machine) -> str:
