@@ -74,7 +74,12 @@ def examine(options: Options, *, model: str | None) -> Machine:
     Raises AutotuneError when the model cannot be read.
     """
     machine = machine_for(options)
-    if machine.what_if and machine.attention and not options.overrides.options:
+    if machine.what_if and model is not None:
+        raise AutotuneError(
+            "`--model` names what attention is tried with, and nothing can be tried on a machine that is not here",
+            hint="leave out `--model`, or run `trl-autotune doctor --model` there",
+        )
+    if machine.what_if and machine.attention and options.overrides.precision is None:
         return machine
     if machine.what_if:
         return msgspec.structs.replace(machine, attention=expected_attention(machine))

@@ -114,6 +114,10 @@ def test_doctor_shows_what_was_tried_there_unless_another_precision_is_asked_for
     told = capfd.readouterr().out
     assert "attention  tried there" in told
     assert "sdpa 1.23 ms" in told
+    assert cli.main(["doctor", "--machine", str(tmp_path / "machine.json"), "--ram", "64GiB", "--cores", "4"]) == 0
+    told = capfd.readouterr().out
+    assert "attention  tried there" in told
+    assert "sdpa 1.23 ms" in told
     assert cli.main(["doctor", "--machine", str(tmp_path / "machine.json"), "--precision", "float32"]) == 0
     told = " ".join(capfd.readouterr().out.split())
     assert "attention expected, not tried" in told
@@ -132,12 +136,14 @@ def test_doctor_exits_with_0_where_it_found_problems() -> None:
     [
         ("--machine nowhere.json", "cannot read the machine file `nowhere.json`: No such file or directory"),
         ("--machine .", "cannot read the machine file `.`: Is a directory"),
-        ("--machine README.md", "the machine file is not JSON"),
+        ("--machine README.md", "the machine file `README.md` is not JSON"),
         ("--jsn", "unrecognized arguments: --jsn"),
         ("--cores none", "`--cores none` is no number of cores"),
         ("--precision fp16", "`--precision fp16` has no effect on a CPU"),
         ("--gpu-memory 40GB", "`--gpu-memory` is given and there is no GPU here"),
         ("sft", "unrecognized arguments: sft"),
+        ("--machine tests/data/machines/t4.json --model there", "`--model` names what attention is tried with"),
+        ("--machine tests/data/machines/t4.json --ram -1GB", "`--ram -1GB` is not a size"),
         ("--machine tests/data/machines/t4.json --gpus 0", "`--machine` is about others"),
     ],
 )  # fmt: skip
