@@ -336,6 +336,22 @@ def test_nothing_about_the_people_is_told() -> None:
     assert machine.gpus[0].processes[0].name == "python"
 
 
+def test_whose_processes_are_on_a_gpu_is_told_by_name_and_not_by_number() -> None:
+    gpu = msgspec.structs.replace(parts.gpu(), busy_processes=1, processes=(GpuProcess(31337, "python3", 2**30),))
+    problem = Problem("GPU 0 is in use by `python3` (pid 31337) with 1.0 GiB", "stop it")
+    machine = redacted(a100(gpus=(gpu,), problems=(problem,)), {})
+    assert b"31337" not in to_json(machine)
+    assert machine.gpus[0].processes == (GpuProcess(None, "python3", 2**30),)
+    assert machine.gpus[0].uuid == gpu.uuid
+    assert machine.problems[0].what == "GPU 0 is in use by `python3` with 1.0 GiB"
+    assert gpu.uuid not in "\n".join(screen(machine, width=1000))
+
+
+def test_the_screen_tells_this_program_and_the_operating_system() -> None:
+    machine = a100(versions={"trl_autotune": "0.1.0", "os": "Ubuntu 24.04.3 LTS", "python": "3.11.7"})
+    assert "trl-autotune 0.1.0  Ubuntu 24.04.3 LTS  python 3.11.7" in "\n".join(screen(machine))
+
+
 def test_what_is_not_secret_stays_as_it_is() -> None:
     assert redacted(a100(), POISON) == a100()
     assert redacted(a100(), {}) == a100()

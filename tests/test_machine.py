@@ -13,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 
+from autotune import __version__
 from autotune.errors import AutotuneError
 from autotune.probe import versions as versions_module
 from autotune.probe.host import Cpu, probe_cpu, probe_memory
@@ -58,9 +59,12 @@ def test_the_machine_has_the_versions_that_are_installed() -> None:
     ).stdout.split()
     assert (found["trl"], found["transformers"], found["torch"]) == (trl, transformers, torch)
     assert set(found) == {
+        "trl_autotune", "os",
         "python", "trl", "transformers", "torch", "torch_cuda", "accelerate", "peft", "datasets", "kernels", "vllm",
         "flash_attn", "flash_attn_3", "flash_attn_4",
     }  # fmt: skip
+    assert found["trl_autotune"] == __version__
+    assert found["os"]
 
 
 def test_the_machine_has_no_more_cores_or_memory_than_psutil_tells() -> None:

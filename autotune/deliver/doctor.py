@@ -181,7 +181,11 @@ def _layer_kernels(machine: Machine) -> list[Row]:
 
 def _versions(machine: Machine) -> list[Row]:
     versions = machine.versions
-    there = "  ".join(f"{name} {version}" for name, version in versions.items() if version and name != "torch_cuda")
+    there = "  ".join(
+        f"{name.replace('trl_auto', 'trl-auto')} {version}" if name != "os" else version
+        for name, version in versions.items()
+        if version and name != "torch_cuda"
+    )
     missing = ", ".join(name for name, version in versions.items() if version is None and name != "torch_cuda")
     refused = kernels_pair_refuses(versions)
     return [

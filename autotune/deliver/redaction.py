@@ -1,4 +1,4 @@
-"""What is about the machine and nothing about its people: no user, host, home folder, token or command line."""
+"""What is about the machine and nothing about its people: no user, host, home, token, command line or process id."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ LEAST_SECRET = 6  # a shorter value would be found in words
 TOKEN = re.compile(r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-)[A-Za-z0-9_-]{8,}")
 URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 HOME_OF_ANYONE = re.compile(r"(/home/|/Users/)[^/\s'\"`:;,)]+")
+PROCESS_NUMBER = re.compile(r" \(pid \d+\)")  # as problems of GPUs tell it
 FREE_TEXT = ("reason", "what", "hint")
 # users and hosts by these names are nobody, and their names are words that an explanation needs
 NOBODY = frozenset({"root", "user", "users", "admin", "ubuntu", "debian", "nobody", "localhost", "localdomain", "home"})
@@ -68,7 +69,7 @@ def _walk(value: Any, names: Names, *, field: str) -> Any:
         return _text(value, names, free=field in FREE_TEXT)
     if isinstance(value, list | tuple):
         if field == "processes":
-            value = [{**process, "name": _program(process["name"])} for process in value]
+            value = [{**process, "pid": None, "name": _program(process["name"])} for process in value]
         return [_walk(one, names, field=field) for one in value]
     if isinstance(value, dict):
         return {name: _walk(one, names, field=name) for name, one in value.items()}
@@ -84,6 +85,7 @@ def _text(text: str, names: Names, *, free: bool) -> str:
     text = HOME_OF_ANYONE.sub(r"\1<user>", text)
     if not free:
         return text
+    text = PROCESS_NUMBER.sub("", text)
     for kind, found in (("<user>", names.people), ("<host>", names.hosts)):
         for name in found:
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", kind, text)

@@ -35,9 +35,9 @@ Bytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
 
 
 class GpuProcess(msgspec.Struct, frozen=True):
-    """A process of somebody else that computes on a GPU; None for what the system does not tell."""
+    """A process of somebody else that computes on a GPU; None for what the system does not tell, or `doctor` others."""
 
-    pid: int
+    pid: int | None
     name: str | None
     memory_bytes: Bytes | None
 

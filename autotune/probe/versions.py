@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 from packaging.version import InvalidVersion, Version
 
+from autotune import __version__
 from autotune.probe.facts import Problem
 
 DISTRIBUTIONS = (
@@ -53,14 +54,28 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def probe_versions() -> dict[str, str | None]:
-    """Versions of Python and of each distribution, None where it is not installed. `torch_cuda` is added for the
-    CUDA version that torch is built for."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
+    """Versions of this program, the operating system, Python and each distribution, None where it is not installed.
+    `torch_cuda` is added for the CUDA version that torch is built for."""
+    versions: dict[str, str | None] = {
+        "trl_autotune": __version__,
+        "os": _operating_system(),
+        "python": platform.python_version(),
+    }
     for name in DISTRIBUTIONS:
         versions[name] = installed_version(name)
         if name == "torch":
             versions["torch_cuda"] = probe_torch_build().cuda
     return versions
+
+
+def _operating_system() -> str:
+    """Its name and release as it tells them itself: `Ubuntu 24.04.3 LTS`, `macOS 15.6`, `Linux 6.8.0`."""
+    if mac := platform.mac_ver()[0]:
+        return f"macOS {mac}"
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return f"{platform.system()} {platform.release()}"
 
 
 def installed_version(distribution: str) -> str | None:
