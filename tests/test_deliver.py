@@ -537,6 +537,10 @@ def test_bytes_in_words(value: int | None, words: str) -> None:
     assert wording.gigabytes(value) == words
 
 
+def test_a_ratio_that_says_nothing_is_not_told_in_numbers() -> None:
+    assert wording.ratio(Estimate(2.5, 0.01, 603.0)) == "not known (too unsure to tell; try again on an idle machine)"
+
+
 def test_a_ratio_has_its_interval() -> None:
     assert wording.ratio(Estimate(2.614, 2.566, 2.656)) == "2.61x (2.57 to 2.66)"
 
@@ -577,8 +581,12 @@ def test_a_training_of_so_many_steps_is_told_in_steps(make_setting: MakeSetting)
 def test_what_is_said_of_a_result_that_is_kept_is_why(make_setting: MakeSetting) -> None:
     kept = kept_in(make_setting())
     alone = msgspec.structs.replace(kept, results=kept.results[:1])
-    unsure = msgspec.structs.replace(kept, contender=kept.results[1], contender_ratio=Estimate(1.88, 0.4, 8.8))
+    unsure = msgspec.structs.replace(kept, contender=kept.results[1], contender_ratio=Estimate(1.88, 0.9, 3.5))
+    unknown = msgspec.structs.replace(unsure, contender_ratio=Estimate(1.88, 0.01, 603.0))
 
     assert why_kept(kept) == "nothing beat yours beyond the noise"
     assert why_kept(alone).startswith("nothing but yours was measured")
-    assert "1.88x as fast as yours, and 0.40 to 8.80 is too unsure" in why_kept(unsure)
+    assert "1.88x as fast as yours, and 0.90 to 3.50 is too unsure" in why_kept(unsure)
+    assert why_kept(unknown) == (
+        "whether #1 is faster than yours is not known: too unsure to tell; try again on an idle machine"
+    )

@@ -9,6 +9,7 @@ from autotune.deliver.report import training_name, training_seconds
 from autotune.events import Topic
 from autotune.search.found import Found, why_kept
 from autotune.search.setting import Setting
+from autotune.search.statistics import Estimate
 from autotune.trial.result import TrialResult
 
 
@@ -25,15 +26,21 @@ def lines(setting: Setting, found: Found, *, seconds: float) -> Iterator[tuple[T
     elif best.candidate == setting.space.baseline:
         yield "best", "yours so far: tuned.yaml is your config as it was"
     else:
-        confirmed = f"confirmed {found.confirmed_rounds} times in turns with yours"
+        times = "once" if found.confirmed_rounds == 1 else f"{found.confirmed_rounds} times"
+        busy = ", on a busy machine" if found.busy else ""
+        confirmed = f"confirmed {times} in turns with yours{busy}"
         how = confirmed if found.confirmed_rounds else "not confirmed, and not checked to be the same training"
-        ratio = f"   {wording.ratio(found.speedup)}, {how}" if found.speedup is not None else ""
+        ratio = f"   {_faster(found.speedup)}, {how}" if found.speedup is not None else ""
         yield "best", f"#{best.index}  {best.candidate}{ratio}"
     if found.gates:
         yield "same", "   ".join(f"{gate.name}: {gate.detail}" for gate in found.gates[:2])
         for gate in found.gates[2:]:
             yield "same", f"{gate.name}: {gate.detail}"
     yield "epoch", _times(setting, found, best, baseline, seconds)
+
+
+def _faster(speedup: Estimate) -> str:
+    return wording.ratio(speedup) if speedup.known else f"how much faster is {wording.ratio(speedup)}"
 
 
 def _times(setting: Setting, found: Found, best: TrialResult, baseline: TrialResult | None, seconds: float) -> str:

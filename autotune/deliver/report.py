@@ -43,7 +43,10 @@ def headline(found: Found) -> str:
         return "Interrupted before another setting was measured: your settings as they were"
     unconfirmed = "" if found.confirmed_rounds else ", not confirmed"
     interrupted = " (interrupted)" if found.outcome == "interrupted" else ""
-    return f"{wording.ratio(found.speedup)} as fast as yours{unconfirmed}{interrupted}"
+    busy = ", on a busy machine" if found.busy else ""
+    if not found.speedup.known:
+        return f"Faster than yours; by how much is {wording.ratio(found.speedup)}{unconfirmed}{interrupted}"
+    return f"{wording.ratio(found.speedup)} as fast as yours{unconfirmed}{busy}{interrupted}"
 
 
 def epoch_seconds(setting: Setting, candidate: Candidate, rate: float) -> float:

@@ -13,6 +13,7 @@ from autotune.plan.lengths_report import LengthsReport, percentiles, to_builtins
 from autotune.plan.space import Space
 from autotune.probe.facts import Fact
 from autotune.probe.machine import AMPERE, AttentionBackend, Machine
+from autotune.search.found import UNSURE
 from autotune.search.statistics import Estimate
 
 HUB = "kernels-community/"  # where the kernels come from that are named without a place
@@ -42,7 +43,9 @@ def gigabytes(value: int | None) -> str:
 
 
 def ratio(estimate: Estimate) -> str:
-    """`2.61x (2.57 to 2.66)`."""
+    """`2.61x (2.57 to 2.66)`, or that it is not known."""
+    if not estimate.known:
+        return f"not known ({UNSURE})"
     return f"{estimate.value:.2f}x ({estimate.low:.2f} to {estimate.high:.2f})"
 
 

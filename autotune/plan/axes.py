@@ -56,7 +56,7 @@ def build_space(job: Job, machine: Machine, data: Data, *, allowed: Collection[G
         data.tokens_per_step(baseline.arrangement),
         mixing=mixing,
         mixing_allowed="changed" in allowed,
-        unusable=tuple(backend.name for backend in machine.attention if not backend.usable),
+        unusable=tuple(one.name for one in machine.attention if one.name == baseline.attention and not one.usable),
     )
 
 

@@ -99,8 +99,8 @@ class Axis(msgspec.Struct, frozen=True):
 
 class Space(msgspec.Struct, frozen=True):
     """`mixing`: attention backends that let the documents of a packed row see each other; the two together are grade
-    changed, and no candidate unless `mixing_allowed`. `unusable`: attention backends that do not run here; what has one
-    is no candidate, the baseline aside."""
+    changed, and no candidate unless `mixing_allowed`. `unusable`: the job's attention where it does not run here;
+    what has it is no candidate, the baseline aside."""
 
     baseline: Candidate
     axes: tuple[Axis, ...]

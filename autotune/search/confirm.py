@@ -20,6 +20,7 @@ from autotune.search.measure import (
     POLL_SECONDS,
     conclude,
     corrected_passes,
+    disturbed,
     finished,
     forward,
     started,
@@ -27,6 +28,7 @@ from autotune.search.measure import (
 from autotune.search.samples import Sample
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate, ratio_of
+from autotune.trial.load import LoadMeter
 from autotune.trial.result import Pass, TrialResult, joined, passes_of
 from autotune.trial.runner import Trial
 
@@ -46,17 +48,24 @@ class Arm(msgspec.Struct):
     trial: Trial
     turn: int  # passes in one turn
     failed: bool = False
+    disturbed: set[int] = msgspec.field(default_factory=set)  # rounds in which other processes had the cores
 
     def passes(self) -> tuple[Pass, ...]:
         return passes_of(self.trial.steps, self.trial.ended_passes)
 
 
 class Confirmed(msgspec.Struct, frozen=True):
-    """Per candidate (the first is what the others are compared with): the ratio, and its result."""
+    """Per candidate (the first is what the others are compared with): the ratio, and its result.
+
+    `rounds` are those that count: without the ones in which others had the cores, or all, with `busy`, where these
+    are all there are. None where there was no time for one.
+    """
 
     ratios: dict[Candidate, Estimate]
     results: dict[Candidate, TrialResult]
     rounds: int
+    left_out: int = 0
+    busy: bool = False
 
 
 def confirm(
@@ -67,23 +76,33 @@ def confirm(
     sample: Sample,
     *,
     seconds: float,
-    pass_seconds: dict[Candidate, float],
+    measured: dict[Candidate, TrialResult],
     resident_bytes: int,
 ) -> Confirmed:
     """Compare finalists with the reference, in turns, for at most about `seconds`.
 
-    `pass_seconds` is what a pass of each took in the search.
+    `measured` is what each gave in the search. With too little time for all the turns are one pass long, then the
+    later finalists stay out, and then nothing is started and no round counts.
     All arms stay loaded while they wait where their memory together (`resident_bytes`) fits; otherwise each round
     starts every arm afresh.
     """
     together = resident_bytes < 0.8 * psutil.virtual_memory().available and setting.machine.backend == "cpu"
     candidates = [reference, *finalists]
+    turns = {
+        one: passes_in_a_turn(_pass_seconds(measured[reference]), _pass_seconds(measured[one])) for one in candidates
+    }
+    if _first_round_seconds(candidates, measured, turns) > seconds:
+        turns = dict.fromkeys(candidates, 1)
+    while len(candidates) > 1 and _first_round_seconds(candidates, measured, turns) > seconds:
+        candidates.pop()
+    if finalists and len(candidates) == 1:
+        return Confirmed({}, {}, 0)
     began = time.monotonic()
     deadline = began + seconds
     arms: list[Arm] = []
     try:
         for place, candidate in enumerate(candidates):
-            turn = passes_in_a_turn(pass_seconds[reference], pass_seconds[candidate])
+            turn = turns[candidate]
             trial = setting.trial(
                 first_index + place, candidate, sample.path, purpose="confirm", passes=MOST_ROUNDS * turn, turns=True
             )
@@ -94,15 +113,21 @@ def confirm(
         for number in range(1, MOST_ROUNDS + 1):
             round_began = time.monotonic()
             for arm in running if number % 2 else reversed(running):
+                if rounds and time.monotonic() > deadline:
+                    break
                 _take_turn(setting, arm, number, fresh=not together)
             if any(arm.failed for arm in running):
                 break
+            now = time.monotonic()
+            if rounds and now > deadline:
+                break
             rounds = number
             running = _in_the_race(setting, running)
-            now = time.monotonic()
-            if rounds >= FEWEST_ROUNDS and now - began >= least_seconds(setting) and _sure(setting, running):
+            calm = rounds - len(_disturbed_rounds(running))
+            enough = calm >= FEWEST_ROUNDS or rounds >= 2 * FEWEST_ROUNDS  # a busy machine may stay so
+            if enough and now - began >= least_seconds(setting) and _sure(setting, running):
                 break
-            if rounds >= 2 and now + (now - round_began) > deadline:
+            if now + (now - round_began) > deadline:
                 break
     finally:
         for arm in arms:
@@ -114,7 +139,10 @@ def confirm(
     ratios = {
         arm.candidate: ratio_of(_pairs(setting, arms[0], arm)) for arm in arms[1:] if not arm.failed and rounds > 0
     }
-    return Confirmed(ratios if not arms[0].failed else {}, results, rounds)
+    left_out = len([number for number in _disturbed_rounds(running) if number <= rounds])
+    busy = 0 < rounds == left_out
+    left_out = 0 if busy else left_out
+    return Confirmed(ratios if not arms[0].failed else {}, results, rounds - left_out, left_out, busy)
 
 
 def least_seconds(setting: Setting) -> float:
@@ -125,6 +153,26 @@ def least_seconds(setting: Setting) -> float:
 def passes_in_a_turn(reference_seconds: float, arm_seconds: float) -> int:
     """So many passes that a turn of either arm takes about as long."""
     return max(1, min(MOST_PASSES, round(reference_seconds / arm_seconds)))
+
+
+def _pass_seconds(result: TrialResult) -> float:
+    return result.passes[0].seconds
+
+
+def _first_round_seconds(
+    candidates: list[Candidate], measured: dict[Candidate, TrialResult], turns: dict[Candidate, int]
+) -> float:
+    """What it takes to start all arms and give each its turn."""
+    seconds = 0.0
+    for candidate in candidates:
+        result = measured[candidate]
+        a_pass = _pass_seconds(result)
+        seconds += (result.startup_seconds or 1.0) + 2 * a_pass / result.passes[0].steps + turns[candidate] * a_pass
+    return seconds
+
+
+def _disturbed_rounds(arms: list[Arm]) -> set[int]:
+    return set().union(*(arm.disturbed for arm in arms))
 
 
 def _take_turn(setting: Setting, arm: Arm, number: int, *, fresh: bool) -> None:
@@ -139,12 +187,16 @@ def _take_turn(setting: Setting, arm: Arm, number: int, *, fresh: bool) -> None:
         _restart(setting, arm)
     else:
         trial.grant_turns(number * arm.turn)
+    load = LoadMeter(arm.trial.pid)
     while number * arm.turn not in arm.trial.ended_passes:
+        load.sample()
         if not arm.trial.running:
             arm.failed = True
             return
         if not forward(setting, arm.trial):
             time.sleep(POLL_SECONDS)
+    if disturbed(setting, arm.candidate, load.others()):
+        arm.disturbed.add(number)
     if fresh:
         arm.trial.kill()
     else:
@@ -162,7 +214,11 @@ def _restart(setting: Setting, arm: Arm) -> None:
 
 
 def _pairs(setting: Setting, reference: Arm, arm: Arm) -> list[tuple[Pass, Pass]]:
-    return list(zip(_turns(setting, reference), _turns(setting, arm), strict=False))
+    """The turns of each round, of those in which both had the machine if there are any."""
+    pairs = list(zip(_turns(setting, reference), _turns(setting, arm), strict=False))
+    busy = reference.disturbed | arm.disturbed
+    calm = [pair for number, pair in enumerate(pairs, start=1) if number not in busy]
+    return calm or pairs
 
 
 def _turns(setting: Setting, arm: Arm) -> list[Pass]:

@@ -10,6 +10,8 @@ from autotune.search.gates import Gate
 from autotune.search.statistics import Estimate
 from autotune.trial.result import TrialResult
 
+UNSURE = "too unsure to tell; try again on an idle machine"
+
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
     """What a search ends with. `winner` is the baseline when nothing beat it."""
@@ -24,6 +26,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     ruled_out: dict[Candidate, str]
     contender: TrialResult | None = None  # the fastest other one, where yours is kept though it was not surely slower
     contender_ratio: Estimate | None = None
+    busy: bool = False  # other processes had the cores in every round of the confirmation
     gates: tuple[Gate, ...] = ()
     memory: tuple[TrialResult, ...] = ()  # of the longest rows: the winner, and the baseline where it ran
     session_index: int = 0  # trials from this one on ran in this session, the others before a resume
@@ -37,6 +40,8 @@ def why_kept(found: Found) -> str:
         return "nothing but yours was measured: a longer `--budget` tries others"
     if found.contender is not None and found.contender_ratio is not None:
         ratio, name = found.contender_ratio, f"#{found.contender.index}"
+        if not ratio.known:
+            return f"whether {name} is faster than yours is not known: {UNSURE}"
         return (
             f"{name} came out {ratio.value:.2f}x as fast as yours, and {ratio.low:.2f} to {ratio.high:.2f} is too "
             "unsure to change anything: try again on an idle machine or with a longer `--budget`"

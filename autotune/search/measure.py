@@ -23,6 +23,7 @@ ENOUGH = 0.022  # half the interval as a share of the rate, below which a rate i
 MOST_PASSES = 3  # of a trial in the search; the confirmation goes on for longer
 LONGEST_SHARE = 0.12  # of the budget, for the passes of one trial, beyond the first
 TOO_LONG = 1.5  # times what a pass should take at most: starting again for less costs more than it saves
+SLACK_CORES = 0.25  # what others may use of the cores a trial needs
 CONTENDS = 0.97  # of the best rate: one that reaches this is measured on
 
 
@@ -137,6 +138,12 @@ def finished(setting: Setting, result: TrialResult, baseline_rate: float | None)
             measured_seconds=result.step_seconds,
         )
     )
+
+
+def disturbed(setting: Setting, candidate: Candidate, others_cores: float) -> bool:
+    """Whether other processes had cores that the candidate needs."""
+    free = setting.machine.cpu.cores - (candidate.threads or 1) - candidate.workers
+    return others_cores > max(0, free) + SLACK_CORES
 
 
 def conclude(setting: Setting, trial: Trial, candidate: Candidate, *, pruned: bool = False) -> TrialResult:

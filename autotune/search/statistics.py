@@ -26,6 +26,7 @@ STUDENT_T = (
 PASS_NOISE = 0.03
 FEWEST_TO_CORRELATE = 6  # pairs, below which neighbours' correlation is not estimated
 MOST_CORRELATION = 0.8
+WIDEST = 4.0  # an interval whose ends are further apart, as a ratio, is not told in numbers
 
 
 def student_t(degrees: int) -> float:
@@ -44,6 +45,11 @@ class Estimate(msgspec.Struct, frozen=True):
     def half_width(self) -> float:
         """Half the interval as a share of the value."""
         return (self.high - self.low) / 2 / self.value if self.value else math.inf
+
+    @property
+    def known(self) -> bool:
+        """Whether the interval says anything: its ends are less than `WIDEST` apart."""
+        return self.low > 0.0 and self.high <= WIDEST * self.low
 
     def overlaps(self, other: Estimate) -> bool:
         return self.low <= other.high and other.low <= self.high

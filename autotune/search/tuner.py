@@ -15,7 +15,7 @@ from autotune.search.confirm import Confirmed, confirm
 from autotune.search.finals import check, finalists, first_among_equals
 from autotune.search.found import Found, describe_failure, estimate_of, unconfirmed
 from autotune.search.gates import Gate
-from autotune.search.measure import keep, measure
+from autotune.search.measure import disturbed, keep, measure
 from autotune.search.memory_use import MemoryUse
 from autotune.search.proposals import Proposals
 from autotune.search.samples import Sample
@@ -26,7 +26,6 @@ from autotune.trial.result import TrialResult
 
 FEWEST_PASS_STEPS = 4
 PASS_SHARE = 0.05  # of the budget, for one pass of the baseline
-SLACK_CORES = 0.25  # what others may use of the cores a trial needs
 MOST_TRIES = 1  # repeats of one candidate on a busy machine
 MOST_REPEATS = 6  # in one search
 
@@ -105,6 +104,7 @@ class Tuner:
             ruled_out=dict(self._proposals.ruled_out),
             contender=contender,
             contender_ratio=contender_ratio,
+            busy=self._confirmed.busy if self._confirmed is not None else False,
             gates=self._gates,
             memory=tuple(self._memory),
             session_index=self._session_index,
@@ -234,9 +234,8 @@ class Tuner:
             reason = "again: the machine was busy"
 
     def _disturbed(self, result: TrialResult) -> bool:
-        candidate = result.candidate
-        free = self.setting.machine.cpu.cores - (candidate.threads or 1) - candidate.workers
-        return result.outcome in ("ok", "pruned", "stopped") and result.others_cores > max(0, free) + SLACK_CORES
+        ran = result.outcome in ("ok", "pruned", "stopped")
+        return ran and disturbed(self.setting, result.candidate, result.others_cores)
 
     def _told(self, result: TrialResult) -> None:
         before = self.best
@@ -288,9 +287,17 @@ class Tuner:
                 others,
                 self._sample,
                 seconds=seconds,
-                pass_seconds={one.candidate: one.passes[0].seconds for one in self.results if one.passes},
+                measured={one.candidate: one for one in self.results if one.passes},
                 resident_bytes=resident,
             )
+            if not confirmed.rounds and not confirmed.results:
+                if not self._gates_failed:
+                    self._note("what is left of the budget is too short to confirm: the result is not confirmed")
+                elif baseline is not None:
+                    for one in chosen:
+                        self._drop(one.candidate, "the budget is used up before it could be checked")
+                return
+            self._tell_of_others(confirmed)
             failed = {candidate for candidate, result in confirmed.results.items() if result.rate is None}
             if failed - {reference}:
                 for candidate in failed - {reference}:
@@ -308,6 +315,15 @@ class Tuner:
             self._gates_failed += 1
             self._drop(winner, "; ".join(f"{gate.name}: {gate.detail}" for gate in gates if not gate.passed))
             self._confirmed = None
+
+    def _tell_of_others(self, confirmed: Confirmed) -> None:
+        if confirmed.busy:
+            self._note("other processes had the cores in every round of the confirmation", topic="best")
+        elif confirmed.left_out:
+            rounds = confirmed.rounds + confirmed.left_out
+            self._note(
+                f"{confirmed.left_out} of {rounds} rounds are left out: other processes had the cores", topic="best"
+            )
 
     def _drop(self, candidate: Candidate, why: str) -> None:
         """Take a candidate's score away, so that it can be neither the winner nor the best so far."""
