@@ -43,7 +43,7 @@ def test_padding_packing_and_what_max_length_keeps_are_told() -> None:
     assert findings.sentences == (
         "11% of computed positions are padding at batch 8",
         "`bfd` packs 4.4 documents per row and fills 98.6% of it",
-        "`max_length` 400 cuts nothing, and 100 would still keep 99%",
+        "`max_length` 400 cuts nothing",  # the longest row has 100, which is no news
     )
     assert findings.warnings == ()
 
@@ -51,6 +51,8 @@ def test_padding_packing_and_what_max_length_keeps_are_told() -> None:
 def test_the_max_length_that_would_keep_nearly_all_is_named() -> None:
     findings = found([100] * 1000 + [2000], 64)
     assert "`max_length` 64 keeps 62.8% of tokens; 1,024 would keep 99.0%" in findings.sentences
+    findings = found([100] * 1000 + [2000], 4000)
+    assert "`max_length` 4,000 cuts nothing, and 1,024 would still keep 99% of tokens" in findings.sentences
     findings = found([100] * 100 + [70], 64)
     assert "`max_length` 64 keeps 64.2% of tokens; 100 would keep all" in findings.sentences
     findings = found([100] * 2000 + [1100], 64)

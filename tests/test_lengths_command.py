@@ -585,6 +585,33 @@ def test_progress_tells_rows_per_second_and_the_time_left(monkeypatch: pytest.Mo
     ]
 
 
+@pytest.mark.parametrize(("value", "what"), [(None, "is null"), (5, "is 5, not text"), (0.5, "is 0.5, not text")])
+def test_text_that_is_none_is_told_by_its_column_and_row(folder: Path, run: Run, value: object, what: str) -> None:
+    rows = text_rows()
+    rows[3]["text"] = value
+    if isinstance(value, int | float):  # a column of text alone would be read as text
+        rows = [{"text": value} for _ in rows]
+    tiny.write_rows(folder / "text.jsonl", rows)
+    answer = run("lengths", "sft", "--config", "text.yaml")
+    assert answer.code == 2
+    number = 4 if value is None else 1
+    assert f"error: `text` of row {number} {what}\n" in answer.err
+    assert answer.err.endswith("hint: mend or remove that row; rows are counted from 1\n")
+
+
+def test_a_prompt_that_is_null_is_told_by_its_row(folder: Path, run: Run) -> None:
+    tiny.write_rows(folder / "pairs.jsonl", [*pair_rows()[:4], {**pair_rows()[0], "chosen": None}])
+    answer = run("lengths", "dpo", "--config", "pairs.yaml")
+    assert (answer.code, answer.err.splitlines()[-2]) == (2, "error: `chosen` of row 5 is null")
+
+
+def test_one_row_is_told_as_one(folder: Path, run: Run) -> None:
+    tiny.write_rows(folder / "text.jsonl", text_rows()[:1])
+    answer = run("lengths", "sft", "--config", "text.yaml")
+    assert answer.out.startswith("1 row (text), ")
+    assert "`max_length` 1,024 cuts nothing\n" in answer.out
+
+
 # --- what is left ----------------------------------------------------------------------------------------------------
 
 

@@ -60,7 +60,8 @@ def _head(report: LengthsReport, intervals: Intervals | None) -> str:
     if intervals:
         total += f" ({_span(intervals.tokens)})"
     read = "read earlier" if lengths.cached else f"read in {seconds(lengths.seconds)}"
-    lines = [f"{lengths.rows:,} {unit(lengths)} ({lengths.format}), {total}, {read}"]
+    what = unit(lengths).removesuffix("s") if lengths.rows == 1 else unit(lengths)
+    lines = [f"{lengths.rows:,} {what} ({lengths.format}), {total}, {read}"]
     if lengths.rows_measured < lengths.rows:
         lines.append(f"from a sample of {lengths.rows_measured:,} rows")
     if not lengths.rows_known:

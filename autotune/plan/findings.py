@@ -82,7 +82,8 @@ def _kept_sentence(lengths: Lengths, max_length: int) -> str:
     share = kept_share(lengths, max_length)
     enough = length_that_keeps(lengths)
     if share == 1.0:
-        shorter = f", and {enough:,} would still keep {KEEP:.0%}" if enough < max_length else ""
+        below = enough < min(max_length, max(lengths.tokens))  # the longest row's own length would keep all
+        shorter = f", and {enough:,} would still keep {KEEP:.0%} of tokens" if below else ""
         return f"`max_length` {max_length:,} cuts nothing{shorter}"
     if enough == max_length:
         return f"`max_length` {max_length:,} keeps {_percent(share)} of tokens"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ def by_trl(
     try:
         return prepare(data)
     except Exception as error:
-        raise _first_broken_row(prepare, data, row_numbers, error) from error
+        raise _first_broken_row(prepare, data, row_numbers, error, preparing.text_field) from error
 
 
 def prepared_already(data: Any) -> Counts:
@@ -189,8 +190,16 @@ def _processes(job: Mapping[str, Any], rows: int) -> int | None:
     return spare if spare > 1 else None
 
 
+# Columns that hold text or messages in every row that has them
+NEVER_EMPTY = ("prompt", "completion", "messages", "conversations", "chosen", "rejected")
+
+
 def _first_broken_row(
-    prepare: Callable[[Any], Counts], data: Any, row_numbers: Sequence[int] | range, error: Exception
+    prepare: Callable[[Any], Counts],
+    data: Any,
+    row_numbers: Sequence[int] | range,
+    error: Exception,
+    text_field: str,
 ) -> AutotuneError:
     """Find the first row that cannot be prepared, by halves: as much work as one more pass."""
     low, high = 0, len(data)  # rows before `low` are good
@@ -206,6 +215,12 @@ def _first_broken_row(
             f"TRL cannot prepare the data: {reason_of(error)}", hint="see that every row has the same columns filled"
         )
     number = row_numbers[low] + 1
+    for name, value in data[low].items():
+        if name in (text_field, *NEVER_EMPTY) and (value is None or isinstance(value, bool | int | float)):
+            is_what = "is null" if value is None else f"is {json.dumps(value)[:40]}, not text"
+            return AutotuneError(
+                f"`{name}` of row {number} {is_what}", hint="mend or remove that row; rows are counted from 1"
+            )
     return AutotuneError(
         f"TRL cannot prepare row {number} of the data, counting from 1: {reason_of(alone)}",
         hint="mend or remove that row; the chat template and the columns of the data say what it must hold",
