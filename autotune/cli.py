@@ -198,7 +198,7 @@ def _dry_run(plan: Plan, namespace: argparse.Namespace) -> int:
 
     if plan.prepared.machine.what_if:
         print(what_if_line(namespace.machine))
-    print("\n".join(space_lines(plan.space)))
+    print("\n".join(space_lines(plan.space, engine.estimated_seconds(plan), plan.prepared.budget_seconds)))
     return 0
 
 

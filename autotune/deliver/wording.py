@@ -169,8 +169,8 @@ def plan_line(space: Space, estimate_seconds: float, budget_seconds: float) -> s
     """How much there is to try."""
     axes = sum(len(axis.choices) > 1 for axis in space.axes)
     return (
-        f"{space.size} candidates, {axes} axes; at most {seconds(estimate_seconds)} "
-        f"of the {seconds(budget_seconds)} budget (est.)"
+        f"{space.size} candidate{'' if space.size == 1 else 's'}, {axes} ax{'i' if axes == 1 else 'e'}s; "
+        f"at most {seconds(estimate_seconds)} of the {seconds(budget_seconds)} budget (est.)"
     )
 
 
@@ -190,9 +190,9 @@ def lengths_json(data: Data, report: Callable[..., LengthsReport], job: Job) -> 
     )
 
 
-def space_lines(space: Space) -> list[str]:
-    """Every axis with its choices and what is out, for `--dry-run`."""
-    lines = [f"{space.size} candidates"]
+def space_lines(space: Space, estimate_seconds: float, budget_seconds: float) -> list[str]:
+    """How long it may take, and every axis with its choices and what is out, for `--dry-run`."""
+    lines = [plan_line(space, estimate_seconds, budget_seconds)]
     for axis in space.axes:
         lines += ["", axis.name]
         lines += [f"  {choice.value}  ({choice.grade}) {choice.reason}" for choice in axis.choices]
