@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from autotune.plan.figures import Figures
-from autotune.plan.lengths_report import lengths_report, to_builtins
+from autotune.plan.lengths_report import lengths_report, sampling_seed, to_builtins
 from autotune.plan.order import random_order
 from autotune.plan.packing import bfd, bfd_split, padded, rebalanced, truncate, wrapped
 from autotune.probe.lengths import Lengths
@@ -299,6 +299,12 @@ def test_without_max_length_the_report_has_no_packing() -> None:
     report = to_builtins(lengths_report(lengths_of([10, 20]), max_length=None, micro_batch=8))
     assert list(report["arrangements"]) == ["padded"]
     assert report["arrangements"]["padded"]["fill"] == 0.75
+
+
+def test_the_order_is_drawn_with_the_seed_of_the_data_or_else_of_the_job() -> None:
+    assert sampling_seed({}) == sampling_seed({"seed": 42, "data_seed": None}) == 42
+    assert sampling_seed({"seed": 7, "data_seed": None}) == 7
+    assert sampling_seed({"seed": 7, "data_seed": 0}) == 0
 
 
 def test_rebalancing_is_reported_where_a_step_has_several_micro_batches() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.job import Job, effective
 from autotune.plan.data import Data
-from autotune.plan.lengths_report import LengthsReport, percentiles, to_builtins
+from autotune.plan.lengths_report import LengthsReport, percentiles, sampling_seed, to_builtins
 from autotune.plan.space import Space
 from autotune.probe.facts import Fact
 from autotune.probe.machine import AMPERE, AttentionBackend, Machine
@@ -186,6 +186,8 @@ def lengths_json(data: Data, report: Callable[..., LengthsReport], job: Job) -> 
             truncation_mode=resolved["truncation_mode"],
             num_proc=resolved.get("dataset_num_proc"),
             shuffled=bool(resolved.get("shuffle_dataset")),
+            seed=sampling_seed(resolved),
+            in_order=resolved.get("train_sampling_strategy") == "sequential",
         )
     )
 

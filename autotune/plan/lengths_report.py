@@ -106,8 +106,6 @@ def job_report(
         return _prompts_report(lengths, resolved, position_limit=position_limit, processes=processes)
     if lengths.method != "sft":
         return _sequences_report(lengths, resolved, position_limit=position_limit, processes=processes)
-    # accelerate seeds the order with `data_seed`, and without one with what `seed` has seeded torch with
-    given = resolved.get("seed") if resolved.get("data_seed") is None else resolved["data_seed"]
     return lengths_report(
         lengths,
         max_length=resolved["max_length"],
@@ -118,9 +116,16 @@ def job_report(
         shuffled=bool(resolved.get("shuffle_dataset")),
         processes=processes,
         position_limit=position_limit,
-        seed=SEED if given is None else given,
+        seed=sampling_seed(resolved),
         in_order=resolved.get("train_sampling_strategy") == "sequential",
     )
+
+
+def sampling_seed(resolved: Mapping[str, Any]) -> int:
+    """What the order of the rows is drawn with: accelerate takes `data_seed`, and without one what `seed` has seeded
+    torch with (1.15, `SeedableRandomSampler`)."""
+    given = resolved.get("seed") if resolved.get("data_seed") is None else resolved["data_seed"]
+    return SEED if given is None else int(given)
 
 
 def _sequences_report(
