@@ -223,7 +223,7 @@ def test_the_pretence_ends_with_its_child(folder: Path, children: Children) -> N
         ("--machine t4.json --json", "`--machine` is about a machine that is not here"),
         ("--machine nowhere.json --dry-run", "cannot read the machine file `nowhere.json`: No such file or directory"),
         ("--machine model --dry-run", "cannot read the machine file `model`: Is a directory"),
-        ("--machine sft.yaml --dry-run", "the machine file is not JSON"),
+        ("--machine sft.yaml --dry-run", "the machine file `sft.yaml` is not JSON"),
         ("--machine --dry-run", "expected one argument"),
         ("--machine wrong.json --dry-run", "wrong in `gpus[0].compute_capability`: expected `array | null`, got `str`"),
         ("--machine t4.json --gpus 0 --dry-run", "`--gpus` chooses among the GPUs that are here"),
