@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import getpass
+import io
 import os
 import re
 import socket
@@ -18,7 +19,8 @@ import yaml
 
 from autotune.children import Children
 from autotune.deliver import closing, files, wording
-from autotune.events import Outcome, RunOutcome
+from autotune.deliver.narrator import Narrator
+from autotune.events import Outcome, RunFinished, RunOutcome
 from autotune.job import Job, read_job
 from autotune.plan import recipe
 from autotune.plan.axes import build_space
@@ -568,6 +570,29 @@ def test_the_last_lines_tell_what_an_epoch_saves(make_setting: MakeSetting) -> N
     assert said["epoch"] == "3 epochs 43 s -> 17 s; tuning took 1 min 01 s, paid back when it runs 2.3 times"
     assert dict(closing.lines(setting, failed_in(setting), seconds=61.0)) == {}
     assert list(dict(closing.lines(setting, kept_in(setting), seconds=61.0))) == ["best", "epoch"]
+
+
+def test_an_interrupted_run_says_how_to_go_on_with_it() -> None:
+    stream = io.StringIO()
+    narrator = Narrator(stream)
+    narrator._method = "sft"
+    narrator(
+        RunFinished(
+            outcome="interrupted",
+            run="autotune-runs/my run",
+            rate_unit="useful tokens/s",
+            baseline_rate=None,
+            best_rate=None,
+            speedup=None,
+            speedup_interval=None,
+            trials=1,
+            seconds=5.0,
+            best={},
+            config="autotune-runs/my run/tuned.yaml",
+            profile=None,
+        )
+    )
+    assert "go on    trl-autotune sft --resume 'autotune-runs/my run'\n" in stream.getvalue()
 
 
 def test_a_training_of_so_many_steps_is_told_in_steps(make_setting: MakeSetting) -> None:
