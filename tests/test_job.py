@@ -379,7 +379,7 @@ def test_a_number_that_trl_would_fail_on_later_is_refused(read: Read, name: str,
 
 def test_no_generations_are_refused(children: Children, folder: Path) -> None:
     arguments = ["--model_name_or_path", "model", "--dataset_name", "data", "--num_generations", "0"]
-    with pytest.raises(AutotuneError, match="^`num_generations` cannot be 0$"):
+    with pytest.raises(AutotuneError, match=r"^`num_generations` cannot be 0$"):
         read_job("grpo", arguments, folder=folder, children=children, accelerator=False, cpu_bf16=True, for_data=True)
 
 
