@@ -18,7 +18,8 @@ TIE = 0.02  # what two finalists may differ by and still be called equally fast
 
 
 def finalists(setting: Setting, results: list[TrialResult], *, baseline_runs: bool) -> list[TrialResult]:
-    """The fastest, and one within reach of it: of those the one of the safest grade, with the fewest changes.
+    """The fastest, and one that may be as fast: of those near it the one of the safest grade, with the fewest changes,
+    else the fastest whose interval reaches it.
 
     Without a baseline that runs, the job's own settings have no place of their own and may be among them.
     """
@@ -28,12 +29,17 @@ def finalists(setting: Setting, results: list[TrialResult], *, baseline_runs: bo
     ]
     if not rated:
         return []
-    best_rate = max(one.rate or 0.0 for one in rated)
-    near = sorted(
-        (one for one in rated if (one.rate or 0.0) >= FINALIST_WITHIN * best_rate), key=lambda one: -(one.rate or 0.0)
-    )
-    others = sorted(near[1:], key=lambda one: (*_caution(setting, one.candidate), -(one.rate or 0.0)))
-    return near[:1] + others[: MOST_FINALISTS - 1]
+    fastest = max(rated, key=lambda one: one.rate or 0.0)
+    near = FINALIST_WITHIN * (fastest.rate or 0.0)
+    others = [one for one in rated if one is not fastest and _may_reach(one, fastest)]
+    others.sort(key=lambda one: ((one.rate or 0.0) < near, *_caution(setting, one.candidate), -(one.rate or 0.0)))
+    return [fastest, *others[: MOST_FINALISTS - 1]]
+
+
+def _may_reach(one: TrialResult, fastest: TrialResult) -> bool:
+    """Whether a rate is near the fastest, or known so badly that it may be: a lucky pass must not stand alone."""
+    most = one.rate_interval[1] if one.rate_interval else one.rate
+    return (most or 0.0) >= FINALIST_WITHIN * (fastest.rate or 0.0)
 
 
 def first_among_equals(setting: Setting, ratios: dict[Candidate, Estimate]) -> tuple[Candidate, Estimate]:
