@@ -337,7 +337,10 @@ for number in range(int(sys.argv[3])):
         writer.stdin.close()
     assert [writer.wait(30) for writer in writers] == [0, 0]
     events = list(EventReader(path).read())
-    assert len(path.read_bytes().splitlines()) == len(events) == 2 * count
+    lines = [
+        line for line in path.read_bytes().splitlines() if line
+    ]  # a writer may close a line that the other has open
+    assert len(lines) == len(events) == 2 * count
     for name in ("a", "b"):
         own = [event.text for event in events if isinstance(event, Note) and event.text.startswith(name)]
         assert own == [f"{name} {number} " + name * 3000 for number in range(count)]

@@ -434,5 +434,5 @@ def test_data_of_another_method_is_told_with_what_is_wanted(
 def test_a_broken_row_of_preferences_is_named_by_its_number(children: Children, model: Path, tmp_path: Path) -> None:
     rows = pairs()
     rows[33] = {**rows[33], "chosen": None}
-    with pytest.raises(AutotuneError, match="row 34 of the data"):
+    with pytest.raises(AutotuneError, match="row 34 is null"):
         measure_lengths(job_of(model, rows, tmp_path), folder=tmp_path, children=children, method="dpo")

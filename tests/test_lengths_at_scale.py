@@ -403,9 +403,9 @@ def test_data_in_the_cache_of_the_hub_is_measured_and_remembered(model: Path, tm
         (b'{"messages": [{"role": "user", "content": "\xff"}]}\n', "row 1 of the data"),
         (b'{"text": "ba"}\n{"text": "k', "line 2 is not JSON"),
         (b'{"text": "ba"}\n[1, 2]\n', "line 2 is a JSON list"),
-        (b'{"text": "ba"}\n{"text": 3}\n{"text": ["ko"]}\n', "row 2 of the data"),
-        (b'{"text": "ba"}\n{"other": "ko"}\n', "row 2 of the data"),
-        (b'{"messages": [{"role": "user", "content": "ba"}]}\n{"messages": null}\n', "row 2 of the data"),
+        (b'{"text": "ba"}\n{"text": 3}\n{"text": ["ko"]}\n', "`text` of row 2 is 3"),
+        (b'{"text": "ba"}\n{"other": "ko"}\n', "`text` of row 2 is null"),
+        (b'{"messages": [{"role": "user", "content": "ba"}]}\n{"messages": null}\n', "`messages` of row 2 is null"),
         (b'{"messages": [{"role": "user", "content": "ba"}]}\n{"messages": [{"role": "user"}]}\n', "row 2 of the data"),
     ],
 )

@@ -93,7 +93,7 @@ def test_the_first_of_an_arrangement_is_the_best_that_fits() -> None:
     tried = []
     while (proposal := proposals.next()) is not None and proposal[1] == "predicted among the fastest":
         tried.append(proposal[0])
-        proposals.tell(result(proposal[0], "error"))
+        proposals.tell(result(proposal[0], "pruned"))
     assert [(one.arrangement.micro_batch, one.checkpointing) for one in tried] == [
         (1, False),
         (2, False),

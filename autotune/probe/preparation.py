@@ -215,7 +215,10 @@ def _first_broken_row(
             f"TRL cannot prepare the data: {reason_of(error)}", hint="see that every row has the same columns filled"
         )
     number = row_numbers[low] + 1
-    for name, value in data[low].items():
+    row: dict[str, Any] = {}
+    with contextlib.suppress(UnicodeDecodeError):  # text that is no UTF-8 cannot even be read back
+        row = data[low]
+    for name, value in row.items():
         if name in (text_field, *NEVER_EMPTY) and (value is None or isinstance(value, bool | int | float)):
             is_what = "is null" if value is None else f"is {json.dumps(value)[:40]}, not text"
             return AutotuneError(
