@@ -323,24 +323,27 @@ import sys
 from pathlib import Path
 from autotune.events import EventWriter, Note
 writer = EventWriter(Path(sys.argv[1]))
+print("ready", flush=True)
 sys.stdin.readline()
 for number in range(int(sys.argv[3])):
     writer.write(Note(text=f"{sys.argv[2]} {number} " + sys.argv[2] * 3000))
 """
     command = [sys.executable, "-c", script, str(path)]
     writers = [
-        subprocess.Popen([*command, name, str(count)], stdin=subprocess.PIPE, cwd=REPOSITORY) for name in ("a", "b")
+        subprocess.Popen([*command, name, str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPOSITORY)
+        for name in ("a", "b")
     ]
+    for writer in writers:  # one that opens the file amid a line of the other closes that line, with one more newline
+        assert writer.stdout is not None
+        with writer.stdout:
+            assert writer.stdout.readline() == b"ready\n"
     for writer in writers:
         assert writer.stdin is not None
         writer.stdin.write(b"go\n")
         writer.stdin.close()
     assert [writer.wait(30) for writer in writers] == [0, 0]
     events = list(EventReader(path).read())
-    lines = [
-        line for line in path.read_bytes().splitlines() if line
-    ]  # a writer may close a line that the other has open
-    assert len(lines) == len(events) == 2 * count
+    assert len(path.read_bytes().splitlines()) == len(events) == 2 * count
     for name in ("a", "b"):
         own = [event.text for event in events if isinstance(event, Note) and event.text.startswith(name)]
         assert own == [f"{name} {number} " + name * 3000 for number in range(count)]
