@@ -162,6 +162,10 @@ def conclude(setting: Setting, trial: Trial, candidate: Candidate, *, pruned: bo
         partial = sum(step.useful_tokens for step in measured) / sum(step.seconds for step in measured)
     elif outcome == "ok" and trial.plan.purpose == "speed" and rate is None:
         outcome, detail = _no_rate(detail)
+    instead = _ran_instead(setting, trial, candidate)
+    if instead is not None and outcome in ("ok", "pruned"):
+        outcome, where, rate, partial = "error", None, None, None
+        detail = f"asked for {candidate.attention}, and {instead} ran"
     ended = trial.ended if trial.ended is not None else time.monotonic()
     return TrialResult(
         index=trial.plan.index,
@@ -185,6 +189,15 @@ def conclude(setting: Setting, trial: Trial, candidate: Candidate, *, pruned: bo
         step_seconds=sum(step.seconds for step in trial.steps),
         seconds=ended - trial.started,
     )
+
+
+def _ran_instead(setting: Setting, trial: Trial, candidate: Candidate) -> str | None:
+    """The attention that ran in place of another than the job's own: its speed is not the other's, so it counts for
+    neither. Where the job's own name stands for another, the gate compares with what the baseline ran."""
+    if trial.hello is None or candidate.attention == setting.space.baseline.attention:
+        return None
+    actual = trial.hello.actual_attention
+    return actual if actual != candidate.attention else None
 
 
 def corrected_rate(setting: Setting, trial: Trial, candidate: Candidate, passes: tuple[Pass, ...]) -> Estimate:
