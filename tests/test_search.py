@@ -20,6 +20,7 @@ from autotune.plan.axes import build_space
 from autotune.plan.data import Data
 from autotune.plan.space import OFFERED, Arrangement, Candidate, Space
 from autotune.probe.lengths import measure_lengths
+from autotune.search.confirm import FEWEST_ROUNDS, MOST_ROUNDS
 from autotune.search.found import Found, unconfirmed
 from autotune.search.proposals import Proposals, needs_as_much_memory
 from autotune.search.setting import Setting
@@ -413,6 +414,54 @@ def test_no_more_trials_are_run_than_allowed(material: Material, children: Child
     assert len(found.results) == 3
     assert len(run.started()) == 3
     assert "the limit of 3 trials is reached" in run.notes()
+
+
+def test_a_fall_back_is_never_credited_with_what_was_asked_for(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    rules: list[Rule] = [{"if": {"attn_implementation": "eager"}, "seconds": 0.3, "attention": "sdpa"}]
+    run = Run(material, children, tmp_path / "run", rules, space=narrowed(material, "attention"))
+    found = run.search()
+    assert (found.outcome, found.winner) == ("kept", material.space.baseline)
+    eager = next(one for one in found.results if one.candidate.attention == "eager")
+    assert (eager.outcome, eager.rate, eager.partial_rate) == ("error", None, None)
+    assert eager.detail == "asked for eager, and sdpa ran"
+    assert not [event for event in run.said if isinstance(event, BestChanged)]
+
+
+def test_a_confirmation_that_looks_sure_at_once_goes_on_for_a_tenth_of_the_budget(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    # a round of these arms takes 0.1 s, and all rounds say the same
+    rules: list[Rule] = [{"if": {"num_cpu_threads_per_process": 2}, "seconds": 0.5}]
+    space = narrowed(material, "threads")
+    short = Run(material, children, tmp_path / "short", rules, space=space, budget_seconds=6.0).search()
+    long = Run(material, children, tmp_path / "long", rules, space=space, budget_seconds=600.0).search()
+    assert FEWEST_ROUNDS <= short.confirmed_rounds < MOST_ROUNDS
+    assert long.confirmed_rounds == MOST_ROUNDS
+
+
+def test_a_finalist_that_is_outrun_leaves_the_others_its_turns(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    rules: list[Rule] = [
+        {"if": {"num_cpu_threads_per_process": 2}, "seconds": 0.5},
+        {"if": {"gradient_checkpointing": False, "num_cpu_threads_per_process": 2}, "seconds": 0.99},
+        {"if": {"gradient_checkpointing": False}, "seconds": 1.3, "when": "confirm"},
+    ]
+    space = narrowed(material, "threads", "checkpointing")
+    run = Run(material, children, tmp_path / "run", rules, space=space)
+    found = run.search()
+    passes = {
+        result.label: len(result.passes)
+        for result in run_folder.results(tmp_path / "run")
+        if result.purpose == "confirm"
+    }
+    outrun = next(label for label in passes if "no checkpointing" in label)
+    assert found.winner.checkpointing
+    assert passes.pop(outrun) <= 3  # one turn
+    assert len(passes) == 2
+    assert min(passes.values()) >= FEWEST_ROUNDS
 
 
 def test_the_budget_is_kept_with_time_for_the_confirmation(
