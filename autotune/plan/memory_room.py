@@ -24,9 +24,10 @@ class Room(msgspec.Struct, frozen=True):
 
 
 def free_bytes_of(machine: Machine, memory_limit_bytes: int | None) -> int | None:
-    """What a trial may take: the smallest GPU's free memory, or the limit of a trial on a CPU; None: not known."""
+    """What a trial may take: the free memory of the GPU that is used, the first, or the limit of a trial on a CPU;
+    None: not known."""
     if machine.backend != "cpu":
-        return min((gpu.free_bytes for gpu in machine.gpus), default=None)
+        return machine.gpus[0].free_bytes if machine.gpus else None
     return memory_limit_bytes or machine.free_ram_bytes or None
 
 
