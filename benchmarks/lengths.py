@@ -61,6 +61,9 @@ def compare_speed(folder: Path, model: Path, *, rows: int, trl_rows: int) -> boo
     alone = measured(model, trl_file, by="trl", processes=None)
     ours = measured(model, ours_file, by="ours")
     spread = measured(model, trl_file, by="trl", processes=cores) if cores > 1 else alone
+    check = measured(model, trl_file, by="ours")
+    if check["tokens"] != alone["tokens"]:
+        raise SystemExit(f"ours counts {check['tokens']:,} tokens in TRL's share, and TRL {alone['tokens']:,}")
     print(f"conversations of {ours['tokens'] / rows:.0f} tokens on the average, {cores} cores")
     tell("TRL as it is", alone, trl_rows)
     tell(f"TRL, {cores} processes", spread, trl_rows)
