@@ -7,21 +7,22 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from autotune import __version__, arguments, cli, session
+from autotune import __version__, arguments, session
 from autotune import folder as run_folder
 from autotune.children import Children
 from autotune.errors import AutotuneError
 from autotune.job_refusals import TUNER_OPTIONS
 from autotune.probe import machine
 from autotune.probe.machine import Machine
-from tests import tiny
+from tests import commands, tiny
+from tests.commands import Answer, Run
 
 # A new option needs its entry here, a line in the README and a test
 OPTIONS = {
@@ -40,24 +41,6 @@ bf16: false
 """
 
 
-class Answer(msgspec.Struct, frozen=True):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """The line that says what is wrong."""
-        return self.err.splitlines()[-2]
-
-    @property
-    def hint(self) -> str:
-        return self.err.splitlines()[-1]
-
-
-Run = Callable[..., Answer]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("cli") / "model")
@@ -69,26 +52,13 @@ def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     (tmp_path / "model").symlink_to(model)
     tiny.write_rows(tmp_path / "rows.jsonl", [{"text": tiny.words(5 + row % 30, seed=row)} for row in range(40)])
     (tmp_path / "sft.yaml").write_text(JOB)
-    for name in ("OMP_NUM_THREADS", "KMP_AFFINITY", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path.parent / "home"))
-    monkeypatch.chdir(tmp_path)
+    commands.enter(tmp_path, monkeypatch)
     return tmp_path
 
 
 @pytest.fixture
 def run(folder: Path, children: Children, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process, on the server that the tests share: starting one takes 5 s."""
-    monkeypatch.setattr(Children, "close", lambda self: None)
-
-    def run(*arguments: str) -> Answer:
-        capfd.readouterr()
-        code = cli.main(arguments)
-        out, err = capfd.readouterr()
-        return Answer(code, out, err)
-
-    return run
+    return commands.in_this_process(monkeypatch, capfd)
 
 
 def process(*arguments: str) -> Answer:

@@ -9,7 +9,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from autotune import cli, data_look
+from autotune import data_look
 from autotune.children import Children
 from autotune.deliver.lengths_screen import print_lengths
 from autotune.deliver.narrator import Narrator
@@ -27,7 +27,8 @@ from autotune.plan.lengths_report import LengthsReport, job_report
 from autotune.plan.sampled import intervals_of
 from autotune.probe import sampling
 from autotune.probe.lengths import Lengths, measure_lengths
-from tests import tiny
+from tests import commands, tiny
+from tests.commands import Answer, Run
 from tests.processes import REPOSITORY, eventually
 
 SFT: dict[str, Any] = {
@@ -50,15 +51,6 @@ GRPO: dict[str, Any] = {
 WORDS = tiny.lengths(20, seed=3, median=12, longest=60)
 
 
-class Answer(msgspec.Struct, frozen=True):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Answer]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("lengths") / "model")
@@ -76,27 +68,14 @@ def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     }.items():
         tiny.write_rows(tmp_path / f"{kind}.jsonl", rows)
         (tmp_path / f"{kind}.yaml").write_text(config(kind))
-    for name in ("OMP_NUM_THREADS", "KMP_AFFINITY", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path.parent / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
+    commands.enter(tmp_path, monkeypatch)
     return tmp_path
 
 
 @pytest.fixture
 def run(folder: Path, children: Children, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process, on the server that the tests share: starting one takes 5 s."""
-    monkeypatch.setattr(Children, "close", lambda self: None)
-
-    def run(*arguments: str) -> Answer:
-        capfd.readouterr()
-        code = cli.main(arguments)
-        out, err = capfd.readouterr()
-        return Answer(code, out, err)
-
-    return run
+    return commands.in_this_process(monkeypatch, capfd)
 
 
 def config(kind: str) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from autotune import cli
@@ -16,7 +15,7 @@ from autotune.children import Children
 from autotune.errors import AutotuneError
 from autotune.job import Job, read_job
 from autotune.probe.machine import as_torch_sees, read_machine
-from tests import tiny
+from tests import commands, tiny
 
 MACHINES = Path(__file__).parent / "data" / "machines"
 JOB = """\
@@ -27,11 +26,7 @@ output_dir: out
 """
 
 
-class Answer(msgspec.Struct, frozen=True):
-    code: int
-    out: str
-    err: str
-
+class Answer(commands.Answer, frozen=True):
     @property
     def plan(self) -> dict[str, Any]:
         assert self.code == 0, self.err
@@ -58,26 +53,20 @@ def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     (tmp_path / "sft.yaml").write_text(JOB)
     for path in MACHINES.glob("*.json"):
         shutil.copy(path, tmp_path)
-    for name in ("OMP_NUM_THREADS", "KMP_AFFINITY", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path.parent / "home"))
-    monkeypatch.chdir(tmp_path)
+    commands.enter(tmp_path, monkeypatch)
     return tmp_path
 
 
 @pytest.fixture
 def ask(folder: Path, children: Children, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ask:
-    """Plans for a recorded machine in this process, on the server that the tests share: starting one takes 5 s."""
-    monkeypatch.setattr(Children, "close", lambda self: None)
+    """Plans for a recorded machine."""
+    run = commands.in_this_process(monkeypatch, capfd)
 
     def ask(name: str, *arguments: str, text: str = "", as_json: bool = True) -> Answer:
         (folder / "sft.yaml").write_text(JOB + text)
-        capfd.readouterr()
-        given = ["sft", "--config", "sft.yaml", "--machine", f"{name}.json", *arguments]
-        code = cli.main([*given, "--dry-run", *(["--json"] if as_json else [])])
-        out, err = capfd.readouterr()
-        return Answer(code, out, err)
+        given = ["sft", "--config", "sft.yaml", "--machine", f"{name}.json", *arguments, "--dry-run"]
+        answer = run(*given, *(["--json"] if as_json else []))
+        return Answer(answer.code, answer.out, answer.err)
 
     return ask
 
