@@ -3,9 +3,9 @@
 A host's slow spells last longer than a turn, so two arms that take turns share them, and their ratio is steadier
 than either rate. A spell can still slow one arm more than the other: on a virtual machine of two cores, arms of two
 threads ran 20 % slower for 15 to 110 s at a time while arms of one thread did not, and nothing in `/proc/stat` showed
-it. So the confirmation lasts for some time, however sure the first rounds look. A turn of a fast
-arm is several passes long, since a pass of half a second says little on a noisy host. Every round visits the arms in
-the reverse order of the one before, which cancels a steady drift.
+it. So the confirmation lasts for some time, however sure the first rounds look. A turn of a fast arm is several passes
+long, since a pass of half a second says little on a noisy host. Every round visits the arms in the reverse order of the
+one before, which cancels a steady drift.
 """
 
 from __future__ import annotations
