@@ -128,10 +128,11 @@ class Children:
 
     `environment` is what libraries read when they are imported, so it is fixed for the life of the server; what
     differs from child to child is given with each. With `cold` every child is a fresh process (about 5 s each).
+    What the server itself says goes to `log`, or nowhere: a child's own output is in its folder.
     `multiprocessing` has one server in a process, so only one of these may be open at a time, unless it is cold.
     """
 
-    def __init__(self, environment: Mapping[str, str], *, log: Path, cold: bool = False) -> None:
+    def __init__(self, environment: Mapping[str, str], *, log: Path | None = None, cold: bool = False) -> None:
         self.environment = {**environment, **CHILD_ENVIRONMENT}
         self.cold = cold
         self._log = log
@@ -213,11 +214,13 @@ class Children:
         deadline_seconds: float,
         working_folder: Path | None = None,
         while_waiting: Callable[[Path], None] | None = None,
+        collect: Callable[[Path], None] | None = None,
     ) -> Any:
         """Run `target` in a child and return its JSON answer.
 
-        `while_waiting` is called with the child's folder about every 20 ms, to report progress. Raises ChildError
-        when the child dies or is not done in time.
+        `while_waiting` is called with the child's folder about every 20 ms, to report progress; `collect` once it has
+        answered, to read what it left there before the folder is deleted. Raises ChildError when the child dies or is
+        not done in time.
         """
         folder = Path(tempfile.mkdtemp(prefix="trl-autotune-"))  # 0o700
         child: Child | None = None
@@ -234,7 +237,10 @@ class Children:
                 if while_waiting is not None:
                     while_waiting(folder)
                 time.sleep(WAIT_SECONDS)
-            return child.reply()
+            reply = child.reply()
+            if collect is not None:
+                collect(folder)
+            return reply
         finally:
             if child is not None:
                 child.kill()
@@ -298,11 +304,11 @@ def _as_environment(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _output_to(log: Path) -> Iterator[None]:
+def _output_to(log: Path | None) -> Iterator[None]:
     """Point file descriptors 1 and 2 at `log` while a process that inherits them is started."""
     sys.stdout.flush()
     sys.stderr.flush()
-    descriptor = os.open(log, LOG_FLAGS, 0o600)
+    descriptor = os.open(os.devnull if log is None else log, LOG_FLAGS, 0o600)
     kept = os.dup(1), os.dup(2)
     try:
         os.dup2(descriptor, 1)

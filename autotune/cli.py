@@ -29,8 +29,8 @@ from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
     from autotune.deliver.narrator import Narrator
-    from autotune.engine import Plan
     from autotune.events import AnyEvent, RunFinished
+    from autotune.planning import Plan
     from autotune.session import Options
 
 CANNOT_WRITE = (
@@ -111,7 +111,7 @@ def _run(given: list[str], started: float) -> int:
 
 
 def _auto(namespace: argparse.Namespace, started: float) -> int:
-    from autotune import engine, folder, session
+    from autotune import engine, folder, planning, session
 
     options = options_of(namespace)
     if options.resume is not None:
@@ -123,7 +123,7 @@ def _auto(namespace: argparse.Namespace, started: float) -> int:
     listener, narrator = _listener(namespace)
     try:
         with session.ended_by_signals(), session.children_for(options) as (children, options, machine):
-            plan = engine.prepare(
+            plan = planning.prepare(
                 options,
                 children,
                 machine,
@@ -141,7 +141,7 @@ def _auto(namespace: argparse.Namespace, started: float) -> int:
 
 
 def _resume(options: Options, namespace: argparse.Namespace, started: float) -> int:
-    from autotune import engine, session
+    from autotune import engine, planning, session
 
     if namespace.arguments:
         raise AutotuneError(
@@ -150,13 +150,13 @@ def _resume(options: Options, namespace: argparse.Namespace, started: float) -> 
         )
     assert options.resume is not None
     listener, narrator = _listener(namespace)
-    before = engine.finished_before(options)
+    before = planning.finished_before(options)
     if before is not None:
         if narrator is not None:
             narrator.finished_before(before)
         listener(before)
-        return _after(before, engine.resume(options), namespace)
-    plan = engine.resume(options)
+        return _after(before, planning.resume(options), namespace)
+    plan = planning.resume(options)
     try:
         with (
             session.ended_by_signals(),
@@ -187,18 +187,18 @@ def _listener(namespace: argparse.Namespace) -> tuple[Callable[[AnyEvent], None]
 
 
 def _dry_run(plan: Plan, namespace: argparse.Namespace) -> int:
-    from autotune import engine
+    from autotune import planning
 
     if namespace.json:
         import json
 
-        print(json.dumps(engine.dry_run(plan), indent=1))
+        print(json.dumps(planning.dry_run(plan), indent=1))
         return 0
     from autotune.deliver.wording import space_lines, what_if_line
 
     if plan.prepared.machine.what_if:
         print(what_if_line(namespace.machine))
-    print("\n".join(space_lines(plan.space, engine.estimated_seconds(plan), plan.prepared.budget_seconds)))
+    print("\n".join(space_lines(plan.space, planning.estimated_seconds(plan), plan.prepared.budget_seconds)))
     return 0
 
 

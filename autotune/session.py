@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -83,12 +81,11 @@ def examine(options: Options, *, model: str | None) -> Machine:
         return machine
     if machine.what_if:
         return msgspec.structs.replace(machine, attention=expected_attention(machine))
-    logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
     environment = _with_gpus(os.environ, options.gpus)
     if machine.backend == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid
     try:
-        with Children(environment, log=logs / "server.log", cold=options.cold) as children:
+        with Children(environment, cold=options.cold) as children:
             told = None if model is None else {"model": model}
             attention = probe_attention(
                 machine, job_attention=None, model=told, folder=options.folder, children=children
@@ -100,8 +97,6 @@ def examine(options: Options, *, model: str | None) -> Machine:
         kernels = "layer kernels" if machine.attention else "attention"
         broken = Problem(what=f"{kernels} could not be tried: {error.what}", hint=error.hint)
         return msgspec.structs.replace(machine, problems=(*machine.problems, broken))
-    finally:
-        shutil.rmtree(logs, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -120,17 +115,13 @@ def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]
         environment["CUDA_VISIBLE_DEVICES"] = ""  # what is here must not answer for what is not
     elif machine.backend == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid  # one card for now; the fork server inherits it
-    logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
-    try:
-        with Children(environment, log=logs / "server.log", cold=options.cold) as children:
-            if options.demo:
-                from autotune.demo import build_demo, cache_folder
+    with Children(environment, cold=options.cold) as children:
+        if options.demo:
+            from autotune.demo import build_demo, cache_folder
 
-                demo = build_demo(cache_folder(), children, accelerator=machine.backend == "cuda")
-                options = msgspec.structs.replace(options, arguments=("--config", str(demo.config), *arguments))
-            yield children, options, machine
-    finally:
-        shutil.rmtree(logs, ignore_errors=True)
+            demo = build_demo(cache_folder(), children, accelerator=machine.backend == "cuda")
+            options = msgspec.structs.replace(options, arguments=("--config", str(demo.config), *arguments))
+        yield children, options, machine
 
 
 @contextlib.contextmanager
@@ -140,12 +131,8 @@ def children_of(job: Job, machine: Machine, *, cold: bool) -> Iterator[Children]
     environment = {**os.environ, **job.environment, **at_import}
     if machine.backend == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid
-    logs = Path(tempfile.mkdtemp(prefix="trl-autotune-"))
-    try:
-        with Children(environment, log=logs / "server.log", cold=cold) as children:
-            yield children
-    finally:
-        shutil.rmtree(logs, ignore_errors=True)
+    with Children(environment, cold=cold) as children:
+        yield children
 
 
 def _with_gpus(environment: Mapping[str, str], gpus: str | None) -> dict[str, str]:

@@ -25,8 +25,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from autotune import engine, session
 from autotune import folder as run_folder
+from autotune import planning, session
 from autotune.deliver.files import tuned_yaml
 from autotune.events import RunFinished, decode_line
 from autotune.probe.lengths import sample_rows
@@ -110,7 +110,7 @@ def main() -> None:
 @contextlib.contextmanager
 def trials_of(run: Path, work: Path) -> Iterator[Callable[[bool, int], float]]:
     """Measures so many optimizer steps of the run's winner, or of the user's own, by a trial on the whole data."""
-    plan = engine.resume(session.Options(method="", arguments=(), folder=Path.cwd(), resume=run))
+    plan = planning.resume(session.Options(method="", arguments=(), folder=Path.cwd(), resume=run))
     prepared = plan.prepared
     winner = next(
         one.candidate
@@ -119,7 +119,7 @@ def trials_of(run: Path, work: Path) -> Iterator[Callable[[bool, int], float]]:
     )
     count = itertools.count()
     with session.children_of(prepared.job, prepared.machine, cold=False) as children:
-        setting = engine.setting_of(plan, work, children, emit=lambda _event: None, started=time.monotonic())
+        setting = planning.setting_of(plan, work, children, emit=lambda _event: None, started=time.monotonic())
         rows = setting.data.kept.row_numbers
         documents = work / "documents.parquet"
         sample_rows(prepared.job.resolved, rows, documents, folder=setting.job_folder, children=children)

@@ -129,10 +129,9 @@ def side(request: dict[str, Any]) -> dict[str, Any]:
         if request["by"] == "trl":
             tokens, way = prepared_by_trl(job, Path(name)), "TRL"
         else:
-            into = Path(name, "lengths")
-            asked = {"job": job, "method": "sft", "all_rows": True, "into": str(into), "cache": None}
+            asked = {"job": job, "method": "sft", "all_rows": True, "cache": None}
             measuring.measure(asked, Path(name))
-            facts, counts = lengths_file.read(into)
+            facts, counts = lengths_file.read(Path(name, lengths_file.NAME))
             tokens, way = sum(counts["tokens"]), facts["by"]
         seconds = time.perf_counter() - started
         cpu_seconds = cpu() - cpu_started

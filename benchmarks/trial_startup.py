@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from autotune import engine, session
+from autotune import planning, session
 from autotune.events import Phase
 from autotune.search.samples import Sample, draw
 from autotune.search.setting import Setting
@@ -70,8 +70,8 @@ def main() -> None:
         folder = Path(name)
         options = session.Options(method="sft", arguments=(), folder=folder, demo=True)
         with session.children_for(options) as (children, options, machine):
-            plan = engine.prepare(options, children, machine, emit=lambda _event: None)
-            setting = engine.setting_of(plan, folder, children, emit=lambda _event: None, started=time.monotonic())
+            plan = planning.prepare(options, children, machine, emit=lambda _event: None)
+            setting = planning.setting_of(plan, folder, children, emit=lambda _event: None, started=time.monotonic())
             sample = draw(setting, 12)
             trial_seconds(setting, 0, sample)  # fills the cache of the tokenised sample, as the baseline's trial does
             config = setting.trial_folder(0) / "trl.yaml"

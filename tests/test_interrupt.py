@@ -61,11 +61,13 @@ class Command:
         self.reader = EventReader(run / "events.jsonl")
         self.said: list[AnyEvent] = []
         self.stdout = run.with_name("stdout")
+        self.temporary = run.with_name("temporary")
+        self.temporary.mkdir(exist_ok=True)
         with self.stdout.open("wb") as stdout, run.with_name("stderr").open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "autotune", *arguments],
                 cwd=job,
-                env={**ENVIRONMENT, "MARKER": str(run)},
+                env={**ENVIRONMENT, "MARKER": str(run), "TMPDIR": str(self.temporary)},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -85,6 +87,11 @@ class Command:
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.stdout.read_text().splitlines()]
+
+    def left_in_temporary_folder(self) -> list[str]:
+        """What is left there; `multiprocessing` leaves the name of a socket, and torch the kernels it has compiled."""
+        foreign = ("pymp-", "torchinductor_")
+        return [path.name for path in self.temporary.iterdir() if not path.name.startswith(foreign)]
 
     def left(self) -> list[str]:
         """What is left in the run folder of the user's data."""
@@ -168,6 +175,16 @@ def test_an_interruption_before_the_first_trial_ends_at_once_and_writes_nothing(
     assert command.stderr() == "interrupted before the first trial; nothing was written\n"
 
 
+def test_a_run_that_is_killed_while_it_looks_around_leaves_nothing(commands: Any, tmp_path: Path) -> None:
+    killed = tune(commands, tmp_path / "run")
+    assert eventually(lambda: len(marked(str(killed.run))) >= 5, seconds=60)  # a child works
+    killed.process.kill()
+    killed.process.wait()
+    assert eventually(lambda: not marked(str(killed.run)), seconds=3)
+    assert eventually(lambda: killed.left_in_temporary_folder() == [], seconds=1)
+    assert not killed.run.exists()
+
+
 def test_a_killed_run_leaves_no_process_and_goes_on_where_it_was(commands: Any, tmp_path: Path) -> None:
     killed = tune(commands, tmp_path / "run")
     killed.wait_for_a_step_of(1)
@@ -176,6 +193,7 @@ def test_a_killed_run_leaves_no_process_and_goes_on_where_it_was(commands: Any, 
     assert eventually(lambda: not alive(pids), seconds=3)
     assert eventually(lambda: not marked(str(killed.run)), seconds=3)
     killed.process.wait()
+    assert killed.left_in_temporary_folder() == []
     with (killed.run / "events.jsonl").open("ab") as file:
         file.write(b'{"kind":"step","pass_ind')  # the worst moment for it
 

@@ -363,8 +363,8 @@ def test_memory_that_is_not_known_rules_nothing_out() -> None:
     assert room(estimate_of(1e15), None).verdict == "fits"
 
 
-def test_the_smallest_gpus_free_memory_counts_and_not_the_sum() -> None:
-    gpus = (parts.gpu(0), msgspec.structs.replace(parts.gpu(1), free_bytes=20 * GB))
+def test_the_free_memory_of_the_gpu_that_is_used_counts_and_not_the_sum() -> None:
+    gpus = (msgspec.structs.replace(parts.gpu(0), free_bytes=20 * GB), parts.gpu(1))
     machine = msgspec.structs.replace(parts.gpu_machine(), gpus=gpus)
     assert free_bytes_of(machine, None) == 20 * GB
     assert free_bytes_of(parts.cpu_machine(), 6 * GB) == 6 * GB

@@ -21,9 +21,10 @@ from autotune.plan.data import Data
 from autotune.plan.space import OFFERED, Arrangement, Candidate, Space
 from autotune.probe.lengths import measure_lengths
 from autotune.search.confirm import FEWEST_ROUNDS, MOST_ROUNDS
-from autotune.search.found import Found, unconfirmed
+from autotune.search.found import Found, why_kept
 from autotune.search.proposals import Proposals, needs_as_much_memory
 from autotune.search.setting import Setting
+from autotune.search.statistics import Estimate
 from autotune.search.stopping import PATIENCE
 from autotune.search.tuner import Tuner
 from autotune.trial.result import TrialResult
@@ -294,7 +295,7 @@ def test_a_search_without_one_trial_that_works_names_the_commonest_cause(
     run = Run(material, children, tmp_path / "run", rules)
     with pytest.raises(NoTrialFinishedError) as caught:
         run.search()
-    trials = len(run.tuner.results)
+    trials = len(run.tuner.record.results)
     assert caught.value.what == (
         f"none of {trials} trials finished; most often: an error in prepare_data (KeyError: common)"
     )
@@ -477,19 +478,21 @@ def test_the_budget_is_kept_with_time_for_the_confirmation(
     assert found.confirmed_rounds >= 1 or found.outcome == "kept"
 
 
-def test_a_confirmation_that_does_not_fit_into_the_budget_is_left_out_and_said_to_be(
+def test_what_the_budget_leaves_no_time_to_confirm_and_check_is_not_delivered(
     material: Material, children: Children, tmp_path: Path
 ) -> None:
     # a pass of 12 steps is said to take 2.4 s: two arms do not fit into what two trials leave of the budget
     rules: list[Rule] = [{"seconds": 10.0}, {"if": {"num_cpu_threads_per_process": 2}, "seconds": 0.5}]
     run = Run(material, children, tmp_path / "run", rules, space=narrowed(material, "threads"), trial_limit=2)
     run.tuner.setting.budget_seconds = 300.0
-    run.tuner.setting.seconds_left = lambda: 200.0 if len(run.tuner.results) < 2 else 6.0  # type: ignore[method-assign]
+    run.tuner.setting.seconds_left = lambda: 200.0 if len(run.tuner.record.results) < 2 else 6.0  # type: ignore[method-assign]
     found = run.search()
     assert run.started("confirm") == []
     assert found.confirmed_rounds == 0
-    assert "what is left of the budget is too short to confirm: the result is not confirmed" in run.notes()
-    assert found.speedup == unconfirmed(found.results[0], found.results[1])
+    assert "what is left of the budget is too short to confirm or check anything" in run.notes()
+    assert (found.outcome, found.winner, found.speedup) == ("kept", found.results[0].candidate, Estimate(1, 1, 1))
+    assert found.contender == found.results[1]
+    assert "was neither confirmed nor checked to be the same training, so nothing is changed" in why_kept(found)
 
 
 def test_a_confirmation_ends_with_the_time_it_has(material: Material, children: Children, tmp_path: Path) -> None:
@@ -652,7 +655,7 @@ def test_a_resumed_search_has_all_that_was_measured_before_it_does_anything(
     resumed = Run(material, children, folder, rules, earlier=run_folder.results(folder))
     found = resumed.tuner.found("interrupted")
     assert found.results == before.tuner.found("interrupted").results
-    assert found.best == before.tuner.best
+    assert found.best == before.tuner.record.best
     assert found.session_index == 4
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -122,22 +121,21 @@ def measure_lengths(
             told = state
             progress(*state)
 
-    with tempfile.TemporaryDirectory(prefix="trl-autotune-") as own:
-        into = Path(own, "lengths")
-        children.call(
-            "autotune.probe.measuring:measure",
-            {
-                "job": _plain(job_resolved),
-                "method": method,
-                "all_rows": all_rows,
-                "into": str(into),
-                "cache": None if cache is None else str(cache.absolute()),
-            },
-            deadline_seconds=DEADLINE_SECONDS,
-            working_folder=folder,
-            while_waiting=tell,
-        )
-        facts, counts = lengths_file.read(into)
+    measured: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    children.call(
+        "autotune.probe.measuring:measure",
+        {
+            "job": _plain(job_resolved),
+            "method": method,
+            "all_rows": all_rows,
+            "cache": None if cache is None else str(cache.absolute()),
+        },
+        deadline_seconds=DEADLINE_SECONDS,
+        working_folder=folder,
+        while_waiting=tell,
+        collect=lambda child_folder: measured.append(lengths_file.read(child_folder / lengths_file.NAME)),
+    )
+    ((facts, counts),) = measured
     objects: dict[int, int] = {}
     return msgspec.convert({**facts, **{name: _shared(values, objects) for name, values in counts.items()}}, Lengths)
 

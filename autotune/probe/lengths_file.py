@@ -13,6 +13,7 @@ import msgspec
 
 from autotune.child import write_whole
 
+NAME = "lengths"  # in the folder of the child that measures
 MAGIC = b"trl-autotune lengths 1\n"
 DIGEST_BYTES = 32
 

@@ -67,12 +67,12 @@ class Rows(NamedTuple):
 
 
 def measure(request: Mapping[str, Any], folder: Path) -> None:
-    """The child's side of `measure_lengths`: writes the file `into` of the request (`lengths_file`)."""
+    """The child's side of `measure_lengths`: leaves a `lengths_file` in its folder."""
     started = time.monotonic()
     need_no_gpu()
     job: Mapping[str, Any] = request["job"]
     method: Method = request["method"]
-    into = Path(request["into"])
+    into = folder / lengths_file.NAME
     cache = Path(request["cache"]) if request["cache"] else None
     asked = {name: request[name] for name in ("job", "method", "all_rows")}
     tokenizer = tokenizers.load(job)

@@ -42,6 +42,11 @@ def why_kept(found: Found) -> str:
         ratio, name = found.contender_ratio, f"#{found.contender.index}"
         if not ratio.known:
             return f"whether {name} is faster than yours is not known: {UNSURE}"
+        if not found.confirmed_rounds:
+            return (
+                f"{name} came out {ratio.value:.2f}x as fast as yours, but was neither confirmed nor checked to be the "
+                "same training, so nothing is changed: go on with a longer `--budget`"
+            )
         return (
             f"{name} came out {ratio.value:.2f}x as fast as yours, and {ratio.low:.2f} to {ratio.high:.2f} is too "
             "unsure to change anything: try again on an idle machine or with a longer `--budget`"
