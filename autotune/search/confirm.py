@@ -10,8 +10,6 @@ one before, which cancels a steady drift.
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 import psutil
 
@@ -28,7 +26,6 @@ from autotune.search.measure import (
 from autotune.search.samples import Sample
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate, ratio_of
-from autotune.trial.load import LoadMeter
 from autotune.trial.result import Pass, TrialResult, joined, passes_of
 from autotune.trial.runner import Trial
 
@@ -97,7 +94,7 @@ def confirm(
         candidates.pop()
     if finalists and len(candidates) == 1:
         return Confirmed({}, {}, 0)
-    began = time.monotonic()
+    began = setting.clock.now()
     deadline = began + seconds
     arms: list[Arm] = []
     try:
@@ -111,14 +108,14 @@ def confirm(
         rounds = 0
         running = list(arms)
         for number in range(1, MOST_ROUNDS + 1):
-            round_began = time.monotonic()
+            round_began = setting.clock.now()
             for arm in running if number % 2 else reversed(running):
-                if rounds and time.monotonic() > deadline:
+                if rounds and setting.clock.now() > deadline:
                     break
                 _take_turn(setting, arm, number, fresh=not together)
             if any(arm.failed for arm in running):
                 break
-            now = time.monotonic()
+            now = setting.clock.now()
             if rounds and now > deadline:
                 break
             rounds = number
@@ -187,14 +184,14 @@ def _take_turn(setting: Setting, arm: Arm, number: int, *, fresh: bool) -> None:
         _restart(setting, arm)
     else:
         trial.grant_turns(number * arm.turn)
-    load = LoadMeter(arm.trial.pid)
+    load = setting.load_meter(arm.trial)
     while number * arm.turn not in arm.trial.ended_passes:
         load.sample()
         if not arm.trial.running:
             arm.failed = True
             return
         if not forward(setting, arm.trial):
-            time.sleep(POLL_SECONDS)
+            setting.clock.sleep(POLL_SECONDS)
     if disturbed(setting, arm.candidate, load.others()):
         arm.disturbed.add(number)
     if fresh:
@@ -205,10 +202,7 @@ def _take_turn(setting: Setting, arm: Arm, number: int, *, fresh: bool) -> None:
 
 def _restart(setting: Setting, arm: Arm) -> None:
     """A fresh child for the next round; what the ones before measured is kept."""
-    old = arm.trial
-    plan = msgspec.structs.replace(old.plan, passes=arm.turn)
-    arm.trial = Trial(plan, old.folder, setting.children, deadlines=setting.deadlines, target=setting.worker)
-    arm.trial.continue_from(old)
+    arm.trial = setting.again(arm.trial, passes=arm.turn)
     arm.trial.start()
     arm.trial.grant_turns(arm.turn)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -14,7 +13,6 @@ from autotune.plan.space import Candidate
 from autotune.search.samples import MEMORY_STEPS, Sample
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate, cannot_reach, fit_step_cost, on_whole_data, rate_of
-from autotune.trial.load import LoadMeter
 from autotune.trial.result import Pass, TrialResult, passes_of
 from autotune.trial.runner import Trial, to_json
 
@@ -49,12 +47,12 @@ def measure(
     foretold: float | None = None
     try:
         trial.start()
-        load = LoadMeter(trial.pid)
+        load = setting.load_meter(trial)
         while trial.running:
             load.sample()
             said = forward(setting, trial)
             if not said:
-                time.sleep(POLL_SECONDS)
+                setting.clock.sleep(POLL_SECONDS)
                 continue
             if (
                 longest_pass is not None
@@ -88,7 +86,7 @@ def run_memory_trial(setting: Setting, index: int, candidate: Candidate, sample:
         trial.start()
         while trial.running:
             if not forward(setting, trial):
-                time.sleep(POLL_SECONDS)
+                setting.clock.sleep(POLL_SECONDS)
     finally:
         trial.kill()
     result = conclude(setting, trial, candidate)
@@ -166,7 +164,7 @@ def conclude(setting: Setting, trial: Trial, candidate: Candidate, *, pruned: bo
     if instead is not None and outcome in ("ok", "pruned"):
         outcome, where, rate, partial = "error", None, None, None
         detail = f"asked for {candidate.attention}, and {instead} ran"
-    ended = trial.ended if trial.ended is not None else time.monotonic()
+    ended = trial.ended if trial.ended is not None else setting.clock.now()
     return TrialResult(
         index=trial.plan.index,
         purpose=trial.plan.purpose,

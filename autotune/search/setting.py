@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from autotune.children import Children
 from autotune.events import AnyEvent
@@ -15,6 +16,8 @@ from autotune.plan.data import Data
 from autotune.plan.space import Candidate, Space
 from autotune.probe.machine import Machine
 from autotune.probe.model import ModelShape
+from autotune.search.clock import Clock
+from autotune.trial.load import LoadMeter
 from autotune.trial.result import Purpose
 from autotune.trial.runner import Deadlines, Trial, TrialPlan
 
@@ -44,6 +47,7 @@ class Setting:
         deadlines: Deadlines | None = None,
         worker: str = WORKER,
         seed: int = 0,
+        clock: Clock | None = None,
     ) -> None:
         self.job = job
         self.machine = machine
@@ -56,7 +60,8 @@ class Setting:
         self.budget_seconds = budget_seconds
         self.trial_limit = trial_limit
         self.memory_limit_bytes = memory_limit_bytes
-        self.started = time.monotonic() if started is None else started
+        self.clock = clock or Clock()
+        self.started = self.clock.now() if started is None else started
         self.deadlines = deadlines or Deadlines()
         self.worker = worker
         self.seed = seed
@@ -68,7 +73,7 @@ class Setting:
 
     def seconds_left(self) -> float:
         """Of the budget, which covers everything from the command's start to the delivered files."""
-        return self.budget_seconds - (time.monotonic() - self.started)
+        return self.budget_seconds - (self.clock.now() - self.started)
 
     def trial_folder(self, index: int) -> Path:
         return self.folder / f"trial-{index:04d}"
@@ -110,6 +115,19 @@ class Setting:
             turns=turns,
             memory_limit_bytes=self.memory_limit_bytes,
         )
+        return self._trial(plan, folder)
+
+    def again(self, earlier: Trial, *, passes: int) -> Trial:
+        """A fresh child of the same candidate, which goes on where the earlier one ended; not started yet."""
+        trial = self._trial(msgspec.structs.replace(earlier.plan, passes=passes), earlier.folder)
+        trial.continue_from(earlier)
+        return trial
+
+    def load_meter(self, trial: Trial) -> LoadMeter:
+        """What tells how much of the machine others have while this trial runs, from now on."""
+        return LoadMeter(trial.pid)
+
+    def _trial(self, plan: TrialPlan, folder: Path) -> Trial:
         return Trial(plan, folder, self.children, deadlines=self.deadlines, target=self.worker)
 
     def _warm_up_steps(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 
 from autotune.errors import NoTrialFinishedError
@@ -54,7 +52,7 @@ class Tuner:
     def run(self) -> Found:
         """Search, confirm, check. Raises NoTrialFinishedError when nothing ran."""
         setting, record = self.setting, self.record
-        began = time.monotonic()
+        began = setting.clock.now()
         try:
             self._run_baseline()
             while True:
@@ -65,13 +63,13 @@ class Tuner:
                     break
                 self._try(*proposal)
         finally:
-            record.search_seconds = time.monotonic() - began
-        began = time.monotonic()
+            record.search_seconds = setting.clock.now() - began
+        began = setting.clock.now()
         assert self._sample is not None
         try:
             decide(record, self._sample)
         finally:
-            record.confirm_seconds = time.monotonic() - began
+            record.confirm_seconds = setting.clock.now() - began
         if record.best is None:
             trials = len(record.results)
             none = f"none of {trials} trials finished; most often" if trials > 1 else "the only trial did not finish"
