@@ -61,6 +61,7 @@ class Confirmed(msgspec.Struct, frozen=True):
     ratios: dict[Candidate, Estimate]
     results: dict[Candidate, TrialResult]
     rounds: int
+    seconds: float = 0.0  # from the first turn to the last
     left_out: int = 0
     busy: bool = False
 
@@ -139,7 +140,14 @@ def confirm(
     left_out = len([number for number in _disturbed_rounds(running) if number <= rounds])
     busy = 0 < rounds == left_out
     left_out = 0 if busy else left_out
-    return Confirmed(ratios if not arms[0].failed else {}, results, rounds - left_out, left_out, busy)
+    return Confirmed(
+        ratios if not arms[0].failed else {},
+        results,
+        rounds - left_out,
+        seconds=setting.clock.now() - began,
+        left_out=left_out,
+        busy=busy,
+    )
 
 
 def least_seconds(setting: Setting) -> float:

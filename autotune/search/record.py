@@ -11,7 +11,7 @@ from autotune.search.finals import first_among_equals
 from autotune.search.found import Found, describe_failure, unconfirmed
 from autotune.search.gates import Gate
 from autotune.search.setting import Setting
-from autotune.search.statistics import Estimate
+from autotune.search.statistics import Estimate, with_spells
 from autotune.trial.result import TrialResult
 
 
@@ -86,6 +86,8 @@ class Record:
         if self.confirmed is not None and self.confirmed.ratios:
             candidate, speedup = first_among_equals(self.setting, self.confirmed.ratios)
             winner = next(one for one in self.results if one.candidate == candidate)
+            if baseline is not None and winner.rate and not (baseline.busy or winner.busy):
+                speedup = with_spells(speedup, unconfirmed(baseline, winner), seconds=self.confirmed.seconds)
         elif baseline is not None and best is not None and baseline.rate and best.rate:
             speedup = unconfirmed(baseline, best)
         unchecked = baseline is not None and self.confirmed is None and outcome is None

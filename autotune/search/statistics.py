@@ -26,12 +26,14 @@ STUDENT_T = (
 PASS_NOISE = 0.03
 FEWEST_TO_CORRELATE = 6  # pairs, below which neighbours' correlation is not estimated
 MOST_CORRELATION = 0.8
+# How long a slow spell of a shared host lasts, about: 15 to 110 s were seen, with nothing in /proc/stat
+SPELL_SECONDS = 30.0
 WIDEST = 4.0  # an interval whose ends are further apart, as a ratio, is not told in numbers
 
 
-def student_t(degrees: int) -> float:
+def student_t(degrees: float) -> float:
     """The two-sided 95 % quantile of Student's t; the normal one beyond 30 degrees of freedom."""
-    return STUDENT_T[degrees - 1] if degrees <= len(STUDENT_T) else 1.96
+    return STUDENT_T[int(degrees) - 1] if degrees <= len(STUDENT_T) else 1.96
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -158,6 +160,26 @@ def ratio_of(pairs: Sequence[tuple[Pass, Pass]]) -> Estimate:
         variance = sum((one - mean) ** 2 for one in logarithms) / (len(logarithms) - 1)
         half = student_t(len(logarithms) - 1) * math.sqrt(variance / independent(logarithms))
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def with_spells(ratio: Estimate, earlier: Estimate, *, seconds: float) -> Estimate:
+    """The ratio, its interval wide enough for what the machine did between two looks at the same two candidates.
+
+    Turns share a slow spell, so their own spread does not show one that lasts as long as they do: four rounds of the
+    same two arms gave 3.9 and, a minute later, 4.9. The ratio `earlier`, taken at another time, does show it: how far
+    the two are apart beyond both their intervals is the spread between spells (DerSimonian and Laird 1986, for two
+    studies), of which turns over `seconds` hold one for each `SPELL_SECONDS`.
+    """
+    if min(ratio.low, earlier.low) <= 0.0:
+        return ratio
+    variances = [(math.log(one.high / one.low) / 2 / student_t(math.inf)) ** 2 for one in (ratio, earlier)]
+    apart = math.log(ratio.value / earlier.value)
+    between = max(0.0, (apart * apart - sum(variances)) / 2)
+    spells = max(1.0, seconds / SPELL_SECONDS)
+    half = student_t(math.inf) * math.sqrt(between / spells)
+    return Estimate(
+        ratio.value, min(ratio.low, ratio.value * math.exp(-half)), max(ratio.high, ratio.value * math.exp(half))
+    )
 
 
 def independent(values: Sequence[float]) -> float:
