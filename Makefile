@@ -5,12 +5,14 @@
 # make bench-lengths  measuring token lengths, against TRL's own preparation
 # make bench-packing  planning packed rows, against TRL's own packing
 # make bench-memory   the estimated peaks of candidates, against real trainings
+# make bench-sweep    measure every candidate of a job, 20 to 40 minutes: make bench-sweep ARGS="--job chat"
+# make bench-search   the search against recorded sweeps; writes docs/search.md
 # make bench-e2e      plain `trl sft` with the config before and after tuning
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test check pytest format install install-dev bench-trial bench-lengths bench-packing bench-memory bench-e2e clean
+.PHONY: demo test check pytest format install install-dev bench-trial bench-lengths bench-packing bench-memory bench-sweep bench-search bench-e2e clean
 
 BUDGET ?= 100s
 TESTS ?=
@@ -55,6 +57,12 @@ bench-packing: $(INSTALLED)
 
 bench-memory: $(INSTALLED_DEV)
 	PYTHONPATH=. $(BIN)/python benchmarks/memory.py $(ARGS)
+
+bench-sweep: $(INSTALLED)
+	PYTHONPATH=. $(BIN)/python benchmarks/sweep.py $(ARGS)
+
+bench-search: $(INSTALLED_DEV)
+	PYTHONPATH=. $(BIN)/python benchmarks/search.py $(ARGS)
 
 bench-e2e: $(INSTALLED)
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
