@@ -26,12 +26,13 @@ from autotune.trial.runner import to_json
 
 RUNS = "autotune-runs"
 LOCK = ".lock"
+SCHEMA = 2  # 1: a candidate's `checkpointing` was true or false
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """All that was found out before the first trial; `run.msgpack`, from which a run is resumed."""
 
-    schema: int = 1
+    schema: int = SCHEMA
     job: Job
     machine: Machine
     model: ModelShape
@@ -122,11 +123,14 @@ def read(folder: Path) -> Prepared:
         still = f"; `trl sft --config {tuned}` still works" if tuned.is_file() else ""
         raise AutotuneError(f"`{folder}/run.msgpack` is damaged", hint=f"start a new run{still}")
     try:
-        return msgspec.msgpack.decode(content, type=Prepared)
+        prepared = msgspec.msgpack.decode(content, type=Prepared)
+        if prepared.schema != SCHEMA:
+            raise msgspec.DecodeError(f"schema {prepared.schema} instead of {SCHEMA}")
     except msgspec.DecodeError as error:
         raise AutotuneError(
             f"`{folder}/run.msgpack` is of another version of trl-autotune ({error})", hint="start a new run"
         ) from None
+    return prepared
 
 
 def results(folder: Path) -> list[TrialResult]:

@@ -175,9 +175,9 @@ def write_job(job: Job, changes: Mapping[str, Any], reasons: Mapping[str, str]) 
     """The job's YAML with `changes`, as TRL reads it; `reasons` become comments beside the lines they concern.
 
     The user's text stays; options of the command line are written in, then the job's additions, then the changes.
-    `env` in `changes` is a mapping that is merged into the YAML's `env:`. None clears an option that is given and
-    leaves out one that is not. Line ends are those of the user's file, so write it with `newline=""`. What cannot
-    stand in a YAML file is in `job.flags`.
+    `env` in `changes` is a mapping that is merged into the YAML's `env:`. None clears an option that is given or
+    that TRL has a default for, and leaves out others. Line ends are those of the user's file, so write it with
+    `newline=""`. What cannot stand in a YAML file is in `job.flags`.
     """
     import yaml
 
@@ -185,6 +185,8 @@ def write_job(job: Job, changes: Mapping[str, Any], reasons: Mapping[str, str]) 
     comments: dict[job_text.OptionPath, str] = {}
 
     def put(name: str, value: Any, reason: str | None) -> None:
+        if name == "model_init_kwargs" and isinstance(value, dict):
+            value = _with_written(written.get(name), value)
         for path in _places(job, written, name):
             _set(written, path, value)
             comments.pop(path, None)
@@ -202,9 +204,23 @@ def write_job(job: Job, changes: Mapping[str, Any], reasons: Mapping[str, str]) 
             written["env"] = {**before, **{key: str(part) for key, part in value.items()}}
             for key in value:
                 comments["env", key] = reasons.get(key) or reasons.get("env", "")
-        elif value is not None or any(_has(written, path) for path in _places(job, written, name)):
+        elif value is not None or _is_given(job, written, name):
             put(name, value, reasons.get(name))
     return job_text.merge(job.config_text, written, {path: reason for path, reason in comments.items() if reason})
+
+
+def _is_given(job: Job, written: dict[str, Any], name: str) -> bool:
+    """Whether None has to be written to take effect: something is written, or TRL's own default is something."""
+    return job.resolved.get(name) is not None or any(_has(written, path) for path in _places(job, written, name))
+
+
+def _with_written(before: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """What is written stays where the new value does not say otherwise: a job that was read has lost its tokens."""
+    if isinstance(before, str) and before.startswith("{"):
+        before = json.loads(before)
+    if not isinstance(before, dict):
+        return value
+    return before | {key: part for key, part in value.items() if part is not None or key not in before}
 
 
 def _in_order(options: Mapping[str, Any], config_text: str) -> Iterable[tuple[str, Any]]:

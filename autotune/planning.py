@@ -20,6 +20,7 @@ from autotune.plan import cost, findings
 from autotune.plan.axes import build_space
 from autotune.plan.data import Data
 from autotune.plan.space import OFFERED, Grade, Space
+from autotune.probe.abilities import probe_abilities
 from autotune.probe.attention import probe_attention
 from autotune.probe.attention_names import malformed
 from autotune.probe.builds import expected_attention
@@ -132,15 +133,18 @@ def prepare(
 
 
 def _with_kernels(job: Job, machine: Machine, model: ModelShape, folder: Path, children: Children) -> Machine:
-    """The machine with its attention backends and layer kernels, tried for this model where the machine is here."""
+    """The machine with what the installed versions can do for this model, its attention backends and layer kernels,
+    tried where the machine is here."""
     asked = wording.job_attention(job)
-    if machine.what_if:
-        return msgspec.structs.replace(machine, attention=expected_attention(machine, job_attention=asked))
     named = {
         "model": job.resolved["model_name_or_path"],
         "revision": job.resolved.get("model_revision"),
         "trust_remote_code": bool(job.resolved.get("trust_remote_code")),
     }
+    abilities = probe_abilities(model=named, folder=folder, children=children)  # a what-if runs what is installed here
+    machine = msgspec.structs.replace(machine, abilities=abilities)
+    if machine.what_if:
+        return msgspec.structs.replace(machine, attention=expected_attention(machine, job_attention=asked))
     heads = {
         "num_attention_heads": model.attention_heads,
         "num_key_value_heads": model.key_value_heads,
@@ -197,6 +201,7 @@ def dry_run(plan: Plan) -> dict[str, Any]:
         "candidates": space.size,
         "estimate": {"seconds": round(estimated_seconds(plan))},
         "axes": msgspec.to_builtins(space.axes),
+        "apart": msgspec.to_builtins(space.apart),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from autotune.probe.gpus import Gpu
 from autotune.probe.host import Cpu
 from autotune.probe.lengths import Lengths
-from autotune.probe.machine import AttentionBackend, Fact, Machine
+from autotune.probe.machine import Abilities, AttentionBackend, Fact, Machine
 from autotune.probe.model import ModelShape
 
 GIB = 2**30
@@ -16,6 +16,13 @@ GIB = 2**30
 SDPA = AttentionBackend("sdpa", usable=True, packing="dense mask", reason="part of torch")
 EAGER = AttentionBackend("eager", usable=True, packing="dense mask", reason="plain matrix products")
 FLASH = AttentionBackend("flash_attention_2", usable=False, packing="unknown", reason="no GPU here")
+
+VARYING = AttentionBackend("mine/varlen", usable=True, packing="variable length", reason="ran here")
+
+# All that there is
+ABLE = Abilities(
+    checkpointing=("full", "selective", "every_n_layers", "offload"), optimizers=("adamw_bnb_8bit", "adamw_torch_8bit")
+)
 
 SHAPE = ModelShape(
     architecture="Qwen3ForCausalLM",

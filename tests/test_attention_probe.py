@@ -397,7 +397,7 @@ ARRANGEMENT = Arrangement("padded", 8, 1)
 def test_the_gate_says_which_revision_of_a_kernel_ran(
     asked: str, actual: str, revision: str | None, passed: bool, detail: str
 ) -> None:
-    baseline = Candidate(ARRANGEMENT, "sdpa", checkpointing=True, workers=0)
+    baseline = Candidate(ARRANGEMENT, "sdpa", checkpointing="full", workers=0)
     result = TrialResult(
         index=1,
         purpose="confirm",

@@ -265,7 +265,7 @@ def test_a_dry_run_says_what_would_be_tried_and_leaves_nothing(folder: Path) -> 
     seconds = time.monotonic() - started
     assert (answer.code, answer.err) == (0, "")
     plan: dict[str, Any] = json.loads(answer.out)
-    assert list(plan) == ["schema", "method", "precision", "candidates", "estimate", "axes"]
+    assert list(plan) == ["schema", "method", "precision", "candidates", "estimate", "axes", "apart"]
     assert (plan["schema"], plan["method"]) == (1, "sft")
     assert set(plan["precision"]) == {"value", "reason"}
     assert set(plan["estimate"]) == {"seconds"}
@@ -275,7 +275,8 @@ def test_a_dry_run_says_what_would_be_tried_and_leaves_nothing(folder: Path) -> 
         assert all(set(choice) == {"value", "grade", "reason"} for choice in axis["choices"])
         assert all(set(rejected) == {"value", "reason"} for rejected in axis["rejected"])
         size *= len(axis["choices"])
-    assert plan["candidates"] == size > 1
+    assert all(set(apart) == {"axes", "values", "reason"} for apart in plan["apart"])
+    assert 1 < plan["candidates"] <= size
     assert sorted(path.name for path in folder.iterdir()) == before
     assert seconds < 30  # 10 s on a quiet machine
 

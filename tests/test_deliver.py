@@ -101,7 +101,7 @@ def winner_of(setting: Setting) -> Candidate:
     """Packed, without checkpointing, with eager attention; on a CPU with two threads."""
     base = setting.space.baseline
     return msgspec.structs.replace(
-        base, arrangement=BFD, attention="eager", checkpointing=False, threads=None if base.threads is None else 2
+        base, arrangement=BFD, attention="eager", checkpointing="off", threads=None if base.threads is None else 2
     )
 
 
@@ -129,7 +129,7 @@ def found_in(setting: Setting, outcome: RunOutcome = "improved") -> Found:
     baseline = trial(setting, 0, base, 1200.0)
     best = trial(setting, 1, winner_of(setting), 3120.0, peak_bytes=900_000_000)
     eager = msgspec.structs.replace(base, attention="eager")
-    at_once = msgspec.structs.replace(base, arrangement=Arrangement("padded", 4, 2), checkpointing=False)
+    at_once = msgspec.structs.replace(base, arrangement=Arrangement("padded", 4, 2), checkpointing="off")
     results = (
         baseline,
         best,
@@ -137,7 +137,7 @@ def found_in(setting: Setting, outcome: RunOutcome = "improved") -> Found:
         trial(
             setting, 3, at_once, outcome="oom", where="backward", detail="RuntimeError: 5 | 7\nbytes", peak_bytes=None
         ),
-        trial(setting, 4, msgspec.structs.replace(eager, checkpointing=False), outcome="pruned", partial_rate=200.0),
+        trial(setting, 4, msgspec.structs.replace(eager, checkpointing="off"), outcome="pruned", partial_rate=200.0),
     )
     return Found(
         outcome=outcome,

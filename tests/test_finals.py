@@ -10,10 +10,10 @@ from autotune.search.finals import finalists
 from autotune.search.setting import Setting
 from autotune.trial.result import TrialResult
 
-YOURS = Candidate(Arrangement("padded", 8, 1), attention="sdpa", checkpointing=True, workers=0, threads=1)
-SPLIT = Candidate(Arrangement("padded", 1, 8), attention="sdpa", checkpointing=False, workers=0, threads=2)
-BALANCED = Candidate(Arrangement("batch_rebalance", 2, 4), attention="sdpa", checkpointing=False, workers=0, threads=2)
-PACKED = Candidate(Arrangement("bfd", 1, 2, 512), attention="sdpa", checkpointing=False, workers=0, threads=2)
+YOURS = Candidate(Arrangement("padded", 8, 1), attention="sdpa", checkpointing="full", workers=0, threads=1)
+SPLIT = Candidate(Arrangement("padded", 1, 8), attention="sdpa", checkpointing="off", workers=0, threads=2)
+BALANCED = Candidate(Arrangement("batch_rebalance", 2, 4), attention="sdpa", checkpointing="off", workers=0, threads=2)
+PACKED = Candidate(Arrangement("bfd", 1, 2, 512), attention="sdpa", checkpointing="off", workers=0, threads=2)
 
 
 def setting() -> Setting:

@@ -283,3 +283,28 @@ def test_a_trial_that_needs_more_memory_than_the_gpu_has_is_out_of_memory(
     assert detail.startswith("OutOfMemoryError: CUDA out of memory")
     after = probe_machine()
     assert after.gpus[0].free_bytes > 0.8 * HERE.gpus[0].free_bytes  # what it held is given back
+
+
+# --- the options of GPUs ------------------------------------------------------------------------------------------
+
+
+def test_what_only_a_gpu_has_trains_there_with_the_losses_of_the_baseline(
+    children: Children, model: Path, tmp_path: Path
+) -> None:
+    offloaded = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}
+    options: list[dict[str, Any]] = [
+        {"gradient_checkpointing": False},
+        {"gradient_checkpointing": False, "activation_offloading": True},
+        offloaded,
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}},
+        {"gradient_checkpointing": False, "torch_compile": True, "tf32": False},
+        {"gradient_checkpointing": False, "dataloader_num_workers": 2, "dataloader_prefetch_factor": 4},
+        {"gradient_checkpointing": False, "optim": "adamw_torch"},
+    ]
+    runs = [{"lengths": tiny.lengths(24, median=20, longest=60), "use_cpu": False, **one} for one in options]
+    baseline, *others = children.call(
+        "tests.trl_side:train", {"model": str(model), "runs": runs}, deadline_seconds=280, working_folder=tmp_path
+    )
+    assert baseline[0] != baseline[-1]
+    for option, other in zip(options[1:], others, strict=True):
+        assert (option, other) == (option, pytest.approx(baseline, abs=1e-4))

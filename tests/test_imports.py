@@ -41,6 +41,7 @@ RUN_IN_A_CHILD = {
     "autotune/job_parser.py",
     "autotune/kernel_revision.py",
     "autotune/preload.py",
+    "autotune/probe/abilities.py",
     "autotune/probe/attention.py",
     "autotune/probe/attention_trial.py",
     "autotune/probe/batched.py",

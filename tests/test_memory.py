@@ -65,7 +65,7 @@ QWEN_0_6B = msgspec.structs.replace(
     tied_embeddings=True,
 )
 
-PADDED = Candidate(arrangement=Arrangement("padded", 1, 8), attention="sdpa", checkpointing=False, workers=0)
+PADDED = Candidate(arrangement=Arrangement("padded", 1, 8), attention="sdpa", checkpointing="off", workers=0)
 ROW_OF_4096 = MicroBatch(1, 4096, masked=False)
 
 
@@ -171,7 +171,7 @@ def test_the_layers_of_qwen3_save_what_the_source_says() -> None:
 def test_checkpointing_keeps_a_layers_input_and_one_layer() -> None:
     one = job(bf16=False)
     held = moments(
-        msgspec.structs.replace(PADDED, checkpointing=True), ROW_OF_4096, QWEN_0_6B, one, parts.gpu_machine()
+        msgspec.structs.replace(PADDED, checkpointing="full"), ROW_OF_4096, QWEN_0_6B, one, parts.gpu_machine()
     )
     assert peak({"head": held["head"]}).activations == 28 * 4096 * 1024 * 4
     layer = 4096 * 4 * (6 * 1024 + 2 * 3072 + 4 * 3072 + 26)
@@ -202,8 +202,8 @@ def test_the_largest_micro_batch_of_the_data_decides() -> None:
     one, machine = job(), parts.gpu_machine()
     data = Data(one, parts.lengths_of([100, 900, 100, 100]))
     two = msgspec.structs.replace(PADDED, arrangement=Arrangement("padded", 2, 4))
-    assert largest_micro_batch(two, data, one, machine) == MicroBatch(2, 900, masked=True)
-    assert largest_micro_batch(PADDED, data, one, machine) == MicroBatch(1, 900, masked=False)
+    assert largest_micro_batch(two, data, machine) == MicroBatch(2, 900, masked=True)
+    assert largest_micro_batch(PADDED, data, machine) == MicroBatch(1, 900, masked=False)
 
 
 def test_packed_rows_are_one_long_row_with_a_mask_unless_attention_knows_where_documents_end() -> None:
@@ -212,9 +212,9 @@ def test_packed_rows_are_one_long_row_with_a_mask_unless_attention_knows_where_d
     packed = msgspec.structs.replace(PADDED, arrangement=Arrangement("bfd", 2, 1, 512))
     flash = AttentionBackend("flash_attention_2", usable=True, packing="variable length", reason="")
     machine = msgspec.structs.replace(parts.gpu_machine(), attention=(parts.SDPA, flash))
-    assert largest_micro_batch(packed, data, one, machine) == MicroBatch(1, 1024, masked=True)
+    assert largest_micro_batch(packed, data, machine) == MicroBatch(1, 1024, masked=True)
     varying = msgspec.structs.replace(packed, attention="flash_attention_2")
-    assert largest_micro_batch(varying, data, one, machine) == MicroBatch(1, 1024, masked=False)
+    assert largest_micro_batch(varying, data, machine) == MicroBatch(1, 1024, masked=False)
 
 
 # --- an allocator's habits ----------------------------------------------------------------------------------------

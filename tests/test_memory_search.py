@@ -26,7 +26,7 @@ from tests.test_memory import QWEN_0_6B, job
 
 GB = 10**9
 PADDED = [Arrangement("padded", micro_batch, 8 // micro_batch) for micro_batch in (1, 2, 4, 8)]
-BASELINE = Candidate(arrangement=PADDED[0], attention="sdpa", checkpointing=False, workers=0)
+BASELINE = Candidate(arrangement=PADDED[0], attention="sdpa", checkpointing="off", workers=0)
 FITS = Room("fits")
 TIGHT = Room("tight")
 NONE = Room("none", "needs about 31 GB (est.), 24 GB are free")
@@ -38,7 +38,7 @@ def space(*, baseline: Candidate = BASELINE) -> Space:
     axes = (
         Axis("arrangement", tuple(Choice(one, "exact", "as good as any") for one in PADDED)),
         Axis("attention", (Choice("sdpa", "exact", ""), Choice("eager", "exact", ""))),
-        Axis("checkpointing", (Choice(False, "exact", ""), Choice(True, "exact", ""))),
+        Axis("checkpointing", (Choice("off", "exact", ""), Choice("full", "exact", ""))),
     )
     return Space(baseline, axes, 460.0)
 
@@ -83,10 +83,10 @@ def test_what_may_not_fit_is_tried_after_everything_that_does() -> None:
 
 def test_the_first_of_an_arrangement_is_the_best_that_fits() -> None:
     def cost(candidate: Candidate) -> float:
-        return 1.25 if candidate.checkpointing else 1.0
+        return 1.25 if candidate.checkpointing == "full" else 1.0
 
     def room(candidate: Candidate) -> Room:
-        large = candidate.arrangement.micro_batch == 8 and not candidate.checkpointing
+        large = candidate.arrangement.micro_batch == 8 and candidate.checkpointing == "off"
         return TIGHT if large else FITS
 
     proposals = Proposals(space(), cost, room=room)
@@ -95,10 +95,10 @@ def test_the_first_of_an_arrangement_is_the_best_that_fits() -> None:
         tried.append(proposal[0])
         proposals.tell(result(proposal[0], "pruned"))
     assert [(one.arrangement.micro_batch, one.checkpointing) for one in tried] == [
-        (1, False),
-        (2, False),
-        (4, False),
-        (8, True),
+        (1, "off"),
+        (2, "off"),
+        (4, "off"),
+        (8, "full"),
     ]
 
 
@@ -123,7 +123,7 @@ def test_nothing_smaller_than_what_ran_is_ruled_out() -> None:
     proposals = Proposals(space(baseline=base), lambda one: 1.0, room=lambda _: NONE)
     tried = proposed(proposals)
     assert {(one.arrangement.micro_batch, one.attention) for one in tried} == {(4, "sdpa"), (2, "sdpa"), (1, "sdpa")}
-    assert {one.checkpointing for one in tried} == {False, True}
+    assert {one.checkpointing for one in tried} == {"off", "full"}
 
 
 def test_an_estimate_that_gets_better_gives_back_what_it_had_ruled_out() -> None:
@@ -161,7 +161,7 @@ def test_a_large_batch_on_a_small_card_is_ruled_out_in_words(children: Children,
     largest = msgspec.structs.replace(BASELINE, arrangement=PADDED[3], attention="eager")
     assert memory.room(largest).verdict == "none"
     assert memory.room(largest).reason.endswith(" GB (est.), 16 GB are free")
-    assert memory.room(msgspec.structs.replace(BASELINE, checkpointing=True)).verdict == "fits"
+    assert memory.room(msgspec.structs.replace(BASELINE, checkpointing="full")).verdict == "fits"
 
 
 def test_peaks_of_a_sample_are_compared_with_the_sample(children: Children, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ Rate = Callable[[Candidate], float]
 
 PADDED = [Arrangement("padded", micro_batch, 8 // micro_batch) for micro_batch in (8, 4, 2, 1)]
 PACKED = [Arrangement("bfd", 1, 2, 512), Arrangement("bfd", 2, 1, 512), Arrangement("bfd", 1, 1, 1024)]
-BASELINE = Candidate(arrangement=PADDED[0], attention="sdpa", checkpointing=True, workers=0)
+BASELINE = Candidate(arrangement=PADDED[0], attention="sdpa", checkpointing="full", workers=0)
 
 
 def space(arrangements: Iterable[Arrangement] = (*PADDED, *PACKED)) -> Space:
@@ -29,7 +29,7 @@ def space(arrangements: Iterable[Arrangement] = (*PADDED, *PACKED)) -> Space:
         (
             axis("arrangement", *arrangements),
             axis("attention", "sdpa", "eager"),
-            axis("checkpointing", True, False),
+            axis("checkpointing", "full", "off"),
             axis("workers", 0, 1),
         ),
         460.0,
@@ -39,7 +39,7 @@ def space(arrangements: Iterable[Arrangement] = (*PADDED, *PACKED)) -> Space:
 def cost(candidate: Candidate) -> float:
     """Seconds per token: packed rows are twice as fast, no checkpointing a quarter; the rest costs a little."""
     seconds = 1.0 if candidate.arrangement.packed else 2.0
-    seconds *= 1.0 if not candidate.checkpointing else 1.25
+    seconds *= 1.0 if candidate.checkpointing == "off" else 1.25
     seconds *= 1.0 if candidate.attention == "sdpa" else 1.1
     return seconds + 0.01 * candidate.workers + 0.02 * candidate.arrangement.accumulation
 
@@ -81,7 +81,7 @@ def test_the_best_predicted_of_each_arrangement_come_first() -> None:
     assert all(cost(one) <= best * PREDICTED_WITHIN for one in first)
     assert {one.arrangement for one in first} == set(PACKED)
     for one in first:
-        assert (one.attention, one.checkpointing, one.workers) == ("sdpa", False, 0)
+        assert (one.attention, one.checkpointing, one.workers) == ("sdpa", "off", 0)
 
 
 def test_a_prediction_that_errs_is_left_behind_for_the_neighbours_of_what_was_measured_best() -> None:
@@ -95,7 +95,7 @@ def test_a_prediction_that_errs_is_left_behind_for_the_neighbours_of_what_was_me
     assert {reason for _, reason in tried[place + 1 : place + 4]} == {"one step from the best so far"}
 
 
-PACKED_EAGER = Candidate(arrangement=PACKED[0], attention="eager", checkpointing=False, workers=0)
+PACKED_EAGER = Candidate(arrangement=PACKED[0], attention="eager", checkpointing="off", workers=0)
 
 
 def test_of_equal_predictions_the_one_that_changes_less_comes_first() -> None:
@@ -176,15 +176,15 @@ def test_out_of_memory_rules_out_what_needs_at_least_as_much() -> None:
         ({"arrangement": Arrangement("bfd", 2, 1, 256)}, False),
         ({"arrangement": Arrangement("bfd_split", 2, 1, 512)}, False),
         ({"attention": "eager"}, False),
-        ({"checkpointing": True}, False),
+        ({"checkpointing": "full"}, False),
         ({"workers": 1}, True),
     ],
 )
 def test_memory_is_compared_only_where_it_can_be(changes: dict[str, object], as_much: bool) -> None:
-    failed = Candidate(arrangement=Arrangement("bfd", 2, 1, 512), attention="sdpa", checkpointing=False, workers=0)
+    failed = Candidate(arrangement=Arrangement("bfd", 2, 1, 512), attention="sdpa", checkpointing="off", workers=0)
     assert needs_as_much_memory(msgspec.structs.replace(failed, **changes), failed) is as_much
 
 
 def test_without_checkpointing_more_is_held_than_with_it() -> None:
-    failed = Candidate(arrangement=PADDED[0], attention="sdpa", checkpointing=True, workers=0)
-    assert needs_as_much_memory(msgspec.structs.replace(failed, checkpointing=False), failed)
+    failed = Candidate(arrangement=PADDED[0], attention="sdpa", checkpointing="full", workers=0)
+    assert needs_as_much_memory(msgspec.structs.replace(failed, checkpointing="off"), failed)

@@ -142,8 +142,8 @@ def test_the_best_of_the_table_is_found_and_its_speedup_is_the_tables(
     run = Run(material, children, tmp_path / "run", rules)
     found = run.search()
     assert found.outcome == "improved"
-    assert found.winner == Candidate(
-        arrangement=Arrangement("bfd", 2, 1, 128), attention="sdpa", checkpointing=False, workers=0, threads=2
+    assert found.winner == msgspec.structs.replace(
+        material.space.baseline, arrangement=Arrangement("bfd", 2, 1, 128), checkpointing="off", threads=2
     )
     assert found.speedup is not None
     assert found.speedup.value == pytest.approx(1.4 / (0.8 * 0.6 * 0.7))
@@ -249,9 +249,9 @@ def test_out_of_memory_rules_out_what_needs_as_much(material: Material, children
     reason = "needs at least the memory of #0, which ran out"
     ruled_out = {(str(one.arrangement), one.checkpointing): why for one, why in found.ruled_out.items()}
     assert ruled_out == {
-        ("padded, 4 x 2", False): reason,
-        ("padded, 8 x 1", False): reason,
-        ("padded, 8 x 1", True): reason,
+        ("padded, 4 x 2", "off"): reason,
+        ("padded, 8 x 1", "off"): reason,
+        ("padded, 8 x 1", "full"): reason,
     }
     assert not set(found.ruled_out) & {result.candidate for result in found.results}
 
@@ -260,8 +260,8 @@ def test_an_arrangement_ruled_out_by_memory_leaves_smaller_ones(material: Materi
     base = material.space.baseline
     big = msgspec.structs.replace(base, arrangement=Arrangement("bfd", 4, 1, 64))
     assert needs_as_much_memory(big, big)
-    assert needs_as_much_memory(msgspec.structs.replace(big, checkpointing=False), big)
-    assert not needs_as_much_memory(big, msgspec.structs.replace(big, checkpointing=False))
+    assert needs_as_much_memory(msgspec.structs.replace(big, checkpointing="off"), big)
+    assert not needs_as_much_memory(big, msgspec.structs.replace(big, checkpointing="off"))
     assert not needs_as_much_memory(msgspec.structs.replace(big, attention="eager"), big)
     assert not needs_as_much_memory(msgspec.structs.replace(big, arrangement=Arrangement("bfd", 2, 2, 64)), big)
     assert needs_as_much_memory(msgspec.structs.replace(big, arrangement=Arrangement("bfd", 4, 1, 128)), big)
@@ -276,7 +276,7 @@ def test_a_failed_trial_has_no_rate_and_never_wins(material: Material, children:
     run = Run(material, children, tmp_path / "run", rules, space=narrowed(material, "threads", "checkpointing"))
     found = run.search()
     assert found.outcome == "improved"
-    assert (found.winner.threads, found.winner.checkpointing) == (1, False)
+    assert (found.winner.threads, found.winner.checkpointing) == (1, "off")
     failed = [result for result in found.results if result.candidate.threads == 2]
     assert [(one.outcome, one.rate, one.rate_interval, one.detail) for one in failed] == [
         ("error", None, None, "ValueError: no")
@@ -341,7 +341,7 @@ def test_the_next_best_wins_when_the_best_does_not_run_again(
     run = Run(material, children, tmp_path / "run", rules, space=narrowed(material, "threads", "checkpointing"))
     found = run.search()
     assert found.outcome == "improved"
-    assert (found.winner.threads, found.winner.checkpointing) == (2, True)
+    assert (found.winner.threads, found.winner.checkpointing) == (2, "full")
     assert found.speedup is not None
     assert found.speedup.value == pytest.approx(1 / 0.45)
 
@@ -459,7 +459,7 @@ def test_a_finalist_that_is_outrun_leaves_the_others_its_turns(
         if result.purpose == "confirm"
     }
     outrun = next(label for label in passes if "no checkpointing" in label)
-    assert found.winner.checkpointing
+    assert found.winner.checkpointing == "full"
     assert passes.pop(outrun) <= 3  # one turn
     assert len(passes) == 2
     assert min(passes.values()) >= FEWEST_ROUNDS

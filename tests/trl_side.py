@@ -145,3 +145,79 @@ def check_with_blind_attention(request: dict[str, Any], folder: Path) -> Any:
     AttentionInterface.register("blind", blind)
     AttentionMaskInterface.register("blind", lambda *_arguments, **_options: None)
     return check(request, folder)
+
+
+def refused(request: dict[str, Any], folder: Path) -> list[dict[str, str] | None]:
+    """For each of `runs`, options of `trl sft`, who refuses a training on documents of these `lengths`: the `config`,
+    the `trainer` or the `training`, and with what words; None where it trains."""
+    return [_refusal(request["model"], request["lengths"], options, folder) for options in request["runs"]]
+
+
+def _refusal(model: str, lengths: list[int], options: dict[str, Any], folder: Path) -> dict[str, str] | None:
+    import datasets
+    import trl
+
+    datasets.disable_progress_bars()
+    documents = [[1 + number] * length for number, length in enumerate(lengths)]
+    of_model = {name: options[name] for name in ("use_peft", "lora_target_modules") if name in options}
+    where = "config"
+    try:
+        options = {name: value for name, value in options.items() if name not in of_model}
+        args = trl.SFTConfig(output_dir=str(folder / "out"), **(FIXED | {"max_steps": 1} | options))
+        where = "trainer"
+        trainer = trl.SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=datasets.Dataset.from_dict({"input_ids": documents}),
+            peft_config=trl.get_peft_config(trl.ModelConfig(**of_model)),
+        )
+        where = "training"
+        trainer.train()
+    except Exception as error:
+        return {"where": where, "error": f"{type(error).__name__}: {error}"}
+    return None
+
+
+def parse_all_elsewhere(request: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """As `parse_all`, as TRL would on another machine (`seen`: `as_torch_sees`)."""
+    from autotune.job_elsewhere import pretend
+
+    pretend(request["seen"])
+    return parse_all(request, folder)
+
+
+def trained_dtypes(request: dict[str, Any], folder: Path) -> list[str]:
+    """The precision of what trains, with LoRA on the model of `request` loaded as `dtype`."""
+    import datasets
+    import trl
+
+    datasets.disable_progress_bars()
+    trainer = trl.SFTTrainer(
+        model=request["model"],
+        args=trl.SFTConfig(output_dir=str(folder / "out"), model_init_kwargs={"dtype": request["dtype"]}, **FIXED),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]]}),
+        peft_config=trl.get_peft_config(trl.ModelConfig(use_peft=True)),
+    )
+    return sorted({str(one.dtype) for one in trainer.model.parameters() if one.requires_grad})
+
+
+def train_adapters(request: dict[str, Any], folder: Path) -> list[list[float]]:
+    """As `train`, with LoRA without dropout on documents of these `lengths`."""
+    import datasets
+    import transformers
+    import trl
+
+    datasets.disable_progress_bars()
+    documents = [[1 + number] * length for number, length in enumerate(request["lengths"])]
+    answers = []
+    for options in request["runs"]:
+        transformers.set_seed(0)
+        trainer = trl.SFTTrainer(
+            model=request["model"],
+            args=trl.SFTConfig(output_dir=str(folder / "out"), **(FIXED | options)),
+            train_dataset=datasets.Dataset.from_dict({"input_ids": documents}),
+            peft_config=trl.get_peft_config(trl.ModelConfig(use_peft=True, lora_dropout=0.0)),
+        )
+        trainer.train()
+        answers.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return answers

@@ -43,7 +43,7 @@ def write(setting: Setting, found: Found, folder: Path, *, seconds: float) -> De
         write_whole(launch, launch_script(setting.job, setting.machine, config.resolve()).encode())
         launch.chmod(0o700)
         profile = folder / "profile.yaml"
-        write_whole(profile, to_yaml(profile_of(setting, found, options)).encode())
+        write_whole(profile, to_yaml(profile_of(setting, found, recipe.portable(changes))).encode())
     write_whole(folder / "report.md", report(setting, found, changes, seconds=seconds).encode())
     return Delivered(options, config, profile)
 

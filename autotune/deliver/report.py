@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.deliver import wording
+from autotune.job import INSIDE_MODEL_INIT_KWARGS
 from autotune.plan.recipe import Change
 from autotune.plan.space import Candidate
 from autotune.probe.machine import describe
@@ -139,8 +140,10 @@ def _python(setting: Setting, changes: list[Change]) -> str:
     launcher: dict[str, Any] = {}
     model: dict[str, Any] = {}
     for change in changes:
-        if change.name == "attn_implementation":
+        if change.name in INSIDE_MODEL_INIT_KWARGS:
             model[change.name] = change.value
+        elif change.name == "model_init_kwargs":
+            model |= change.value
         elif change.name in resolved:
             arguments[change.name] = change.value
         else:

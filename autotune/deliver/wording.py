@@ -199,4 +199,11 @@ def space_lines(space: Space, estimate_seconds: float, budget_seconds: float) ->
         lines += ["", axis.name]
         lines += [f"  {choice.value}  ({choice.grade}) {choice.reason}" for choice in axis.choices]
         lines += [f"  not {rejected.value}: {rejected.reason}" for rejected in axis.rejected]
+    if space.apart:
+        together: dict[str, list[str]] = {}  # reason -> values
+        for one in space.apart:
+            values = " with ".join(f"{name} {value}" for name, value in zip(one.axes, one.values, strict=True))
+            together.setdefault(one.reason, []).append(values)
+        lines += ["", "not together"]
+        lines += [f"  {values}: {reason}" for reason, every in together.items() for values in every]
     return lines

@@ -94,6 +94,15 @@ def attention_bytes(
     return saved
 
 
+def selected_bytes(attention: str, model: ModelShape, precision: Precision, micro_batch: MicroBatch) -> float:
+    """Bytes of what fused attention gives in one layer, which selective checkpointing keeps: the result, and the log of
+    each row's sum in float32 (TRL 1.16, `models/selective_activation_checkpointing.py`)."""
+    if attention == "eager":
+        return 0.0
+    each = widths_of(model).query * precision.compute + (model.attention_heads or 1) * FLOAT_BYTES
+    return float(micro_batch.positions) * each
+
+
 def cast_bytes(model: ModelShape, precision: Precision, state: TrainingState) -> float:
     """Bytes of a layer's weights cast by autocast, which the backward pass needs. Adapters are float32 also where the
     weights are half already, but for those of quantised models."""

@@ -6,14 +6,21 @@ from collections.abc import Collection
 from typing import Any
 
 from autotune.job import Job, effective
+from autotune.plan import rules
 from autotune.plan.arrangements import arrangement_axis
+from autotune.plan.axes_arithmetic import compile_axis, dtype_axis, layer_kernels_axis, optimizer_axis, tf32_axis
+from autotune.plan.axes_data import pin_memory_axis, prefetch_axis, threads_axis, workers_axis
+from autotune.plan.axes_memory import activation_offloading_axis, checkpointing_axis
 from autotune.plan.data import Data
-from autotune.plan.recipe import ATTENTION_DEFAULT, checkpointing_option
+from autotune.plan.recipe import ATTENTION_DEFAULT, checkpointing_mode
 from autotune.plan.space import Arrangement, Axis, Candidate, Choice, Grade, Rejected, Space
-from autotune.probe.attention_names import CONTAMINATES
+from autotune.probe.attention_names import CONTAMINATES, VARIABLE
 from autotune.probe.machine import AttentionBackend, Machine
 
 MIXES = "mixes the documents"
+
+# What matters little: tried beside the job's own settings of each other
+MINOR = ("prefetch", "pin_memory")
 
 
 def baseline_candidate(job: Job, machine: Machine) -> Candidate:
@@ -24,40 +31,63 @@ def baseline_candidate(job: Job, machine: Machine) -> Candidate:
         name: Any = resolved["packing_strategy"]
     else:
         name = "batch_rebalance" if sampling == "batch_rebalance" else "padded"
+    others = {axis.name: axis.choices[0].value for axis in _own_axes(job, machine, ())}
     return Candidate(
         arrangement=Arrangement(
             name,
             resolved["per_device_train_batch_size"],
             resolved["gradient_accumulation_steps"],
             resolved["max_length"] if resolved["packing"] else None,
+            padding_free=bool(resolved.get("padding_free")),
         ),
         attention=effective(job, "attn_implementation") or ATTENTION_DEFAULT,
-        checkpointing=bool(resolved[checkpointing_option(resolved)]),
+        checkpointing=checkpointing_mode(resolved),
         workers=resolved["dataloader_num_workers"],
         threads=int(job.launch_environment.get("OMP_NUM_THREADS", "1")) if machine.backend == "cpu" else None,
+        **others,
     )
 
 
 def build_space(job: Job, machine: Machine, data: Data, *, allowed: Collection[Grade]) -> Space:
     """All that may be tried for the job on this machine."""
     baseline = baseline_candidate(job, machine)
+    varying = [one.name for one in machine.attention if one.usable and one.packing == VARIABLE]
     axes = [
-        arrangement_axis(job, data, baseline.arrangement, allowed),
-        _attention(job, machine, baseline.attention, allowed),
-        _checkpointing(baseline.checkpointing),
-        _workers(machine, baseline.workers),
+        arrangement_axis(job, data, baseline.arrangement, allowed, variable_lengths=varying),
+        _attention(machine, baseline.attention),
+        checkpointing_axis(job, machine),
+        workers_axis(machine, baseline.workers),
     ]
     if baseline.threads is not None:
-        axes.append(_threads(machine, baseline.threads))
+        axes.append(threads_axis(machine, baseline.threads))
+    axes += _own_axes(job, machine, allowed)
+    divided, apart = rules.divide(job, baseline, axes)
     mixing = tuple(backend.name for backend in machine.attention if backend.usable and _mixes(backend))
     return Space(
         baseline,
-        tuple(axes),
+        divided,
         data.tokens_per_step(baseline.arrangement),
         mixing=mixing,
         mixing_allowed="changed" in allowed,
         unusable=tuple(one.name for one in machine.attention if one.name == baseline.attention and not one.usable),
+        apart=apart,
+        minor=MINOR,
     )
+
+
+def _own_axes(job: Job, machine: Machine, allowed: Collection[Grade]) -> list[Axis]:
+    """Those that look at job and machine alone, each with the job's own value first."""
+    kernels = layer_kernels_axis(job, machine)
+    axes = [
+        *([] if kernels is None else [kernels]),
+        compile_axis(job, machine),
+        activation_offloading_axis(job, machine),
+        optimizer_axis(job, machine, allowed),
+        dtype_axis(job, machine, allowed),
+    ]
+    if machine.backend != "cpu":
+        axes += [prefetch_axis(job), pin_memory_axis(job)]
+    return [*axes, tf32_axis(job, machine, allowed)] if machine.backend == "cuda" else axes
 
 
 def _mixes(backend: AttentionBackend) -> bool:
@@ -65,19 +95,15 @@ def _mixes(backend: AttentionBackend) -> bool:
     return backend.packing == CONTAMINATES
 
 
-def _attention(job: Job, machine: Machine, base: str, allowed: Collection[Grade]) -> Axis:
+def _attention(machine: Machine, base: str) -> Axis:
     broken = next((one.reason for one in machine.attention if one.name == base and not one.usable), None)
     own = "as your job has it"
     choices = [Choice(base, "exact", own if broken is None else f"{own}, and it cannot run here: {broken}")]
     rejected = [] if broken is None else [Rejected(base, f"cannot run here: {broken}; tried as your job has it only")]
-    # a padding-free job has the documents of a micro-batch in one row, whatever its arrangement
-    one_row = bool(job.resolved.get("padding_free")) and "changed" not in allowed
     for backend in machine.attention:
         if backend.name == base:
             continue
-        if backend.usable and _mixes(backend) and one_row:
-            rejected.append(Rejected(backend.name, f"your job is `padding_free`, and it {MIXES}: {backend.reason}"))
-        elif backend.usable and _mixes(backend):
+        if backend.usable and _mixes(backend):
             choices.append(
                 Choice(backend.name, "exact", f"{backend.reason}; for padded rows: of packed ones it {MIXES}")
             )
@@ -86,38 +112,3 @@ def _attention(job: Job, machine: Machine, base: str, allowed: Collection[Grade]
         else:
             rejected.append(Rejected(backend.name, backend.reason))
     return Axis("attention", tuple(choices), tuple(rejected))
-
-
-def _checkpointing(base: bool) -> Axis:
-    reasons = {
-        True: "recomputes activations in the backward pass to save memory",
-        False: "keeps activations instead of computing them twice",
-    }
-    choices = (Choice(base, "exact", "as your job has it"), Choice(not base, "exact", reasons[not base]))
-    return Axis("checkpointing", choices)
-
-
-def _threads(machine: Machine, base: int) -> Axis:
-    cores = machine.cpu.cores
-    counts = sorted({2**power for power in range(10) if 2**power <= cores} | {cores})
-    choices = [Choice(base, "exact", "what `accelerate launch` gives your job")]
-    choices += [
-        Choice(count, "exact", f"{count} of {cores} cores; `accelerate launch` gives {base} unless told otherwise")
-        for count in counts
-        if count != base
-    ]
-    return Axis("threads", tuple(choices))
-
-
-def _workers(machine: Machine, base: int) -> Axis:
-    choices = [Choice(base, "exact", "as your job has it")]
-    rejected: list[Rejected] = []
-    for count in (0, 1 if machine.backend == "cpu" else 2):
-        if count == base:
-            continue
-        if machine.backend == "cpu" and count >= machine.cpu.cores:
-            rejected.append(Rejected(count, f"{machine.cpu.cores} core leaves none for a worker"))
-            continue
-        reason = "batches are collated in the step" if count == 0 else "batches are collated beside the step"
-        choices.append(Choice(count, "exact", reason))
-    return Axis("workers", tuple(choices), tuple(rejected))

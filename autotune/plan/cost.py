@@ -2,21 +2,24 @@
 
 Seconds per useful token = (arithmetic + attention + overhead) / useful tokens, with
 
-* arithmetic: 6 floating-point operations per parameter and computed position, 8 with activation checkpointing, which
-  runs the forward pass twice (Kaplan et al. 2020, section 2.1; Korthikanti et al. 2022);
+* arithmetic: 6 floating-point operations per parameter and computed position (Kaplan et al. 2020, section 2.1);
 * attention: 12 per layer, hidden unit, position and position attended to, half of it where the mask is causal only;
-* overhead: a fixed time per layer and micro-batch, during which nothing is computed.
+* overhead: a fixed time per layer and micro-batch, during which nothing is computed;
+
+all of it times what the other axes do (`autotune.plan.axis_costs`), as checkpointing, which runs forward passes twice.
 
 The constants below are orders of magnitude for a CPU core and a data-centre GPU, never shown as a measurement.
 """
 
 from __future__ import annotations
 
+from autotune.plan import axis_costs
 from autotune.plan.data import Data
 from autotune.plan.space import Candidate
 from autotune.probe.machine import Machine
 from autotune.probe.model import ModelShape
 
+PASSES = 6.0  # operations per parameter and position, forward and backward
 CPU_CORE_FLOPS = 4.0e10
 GPU_FLOPS = 1.5e14
 CPU_LAYER_OVERHEAD_SECONDS = 4.0e-4
@@ -33,7 +36,7 @@ def seconds_per_token(candidate: Candidate, data: Data, model: ModelShape, machi
     figures = data.figures(arrangement)
     micro_batches = max(1, figures.micro_batches)
     # TRL feeds packed rows without padding; `computed_positions` counts their empty room too
-    dense_rows = arrangement.name in ("bfd", "bfd_split")
+    dense_rows = arrangement.one_row
     positions = float(figures.useful_tokens if dense_rows else figures.computed_positions)
     variable_length = _variable_length(candidate.attention, machine)
     if dense_rows and not variable_length:
@@ -42,11 +45,10 @@ def seconds_per_token(candidate: Candidate, data: Data, model: ModelShape, machi
         attended = sum(data.lengths.tokens) / max(1, len(data.lengths.tokens))
     else:
         attended = positions / micro_batches / arrangement.micro_batch
-    passes = 8.0 if candidate.checkpointing else 6.0
-    arithmetic = passes * model.parameters * positions
+    arithmetic = PASSES * model.parameters * positions
     attention = (
         2.0
-        * passes
+        * PASSES
         * model.layers
         * model.hidden_size
         * positions
@@ -58,8 +60,9 @@ def seconds_per_token(candidate: Candidate, data: Data, model: ModelShape, machi
         overhead = CPU_LAYER_OVERHEAD_SECONDS
     else:
         speed, overhead = GPU_FLOPS, GPU_LAYER_OVERHEAD_SECONDS
-    fixed = overhead * model.layers * micro_batches * passes / 6.0
+    fixed = overhead * model.layers * micro_batches
     seconds: float = (arithmetic + attention) / speed + fixed
+    seconds *= axis_costs.factor(candidate, machine)
     return seconds / max(1, figures.useful_tokens)
 
 

@@ -27,7 +27,6 @@ class Data:
         self._multiple: int = resolved.get("pad_to_multiple_of") or 1
         self._num_proc: int | None = resolved.get("dataset_num_proc")
         self._shuffled = bool(resolved.get("shuffle_dataset"))
-        self._padding_free = bool(resolved.get("padding_free"))
         self._figures: dict[Arrangement, Figures] = {}
 
     @property
@@ -57,9 +56,11 @@ class Data:
         length = arrangement.row_length
         match arrangement.name:
             case "padded":
-                return self._unpadded(padded(self.kept, arrangement.micro_batch, pad_to_multiple_of=self._multiple))
+                rows = padded(self.kept, arrangement.micro_batch, pad_to_multiple_of=self._multiple)
+                return _unpadded(rows) if arrangement.padding_free else rows
             case "batch_rebalance":
-                return self._unpadded(rebalanced(self.kept, arrangement.micro_batch, arrangement.accumulation))
+                rows = rebalanced(self.kept, arrangement.micro_batch, arrangement.accumulation)
+                return _unpadded(rows) if arrangement.padding_free else rows
             case "bfd":
                 pack = packing.bfd
             case "bfd_split":
@@ -75,11 +76,10 @@ class Data:
             shuffled=self._shuffled,
         )
 
-    def _unpadded(self, figures: Figures) -> Figures:
-        """With `padding_free` the rows of a micro-batch are laid end to end."""
-        if not self._padding_free:
-            return figures
-        return msgspec.structs.replace(figures, computed_positions=figures.useful_tokens, fill=1.0)
+
+def _unpadded(figures: Figures) -> Figures:
+    """With `padding_free` the rows of a micro-batch are laid end to end."""
+    return msgspec.structs.replace(figures, computed_positions=figures.useful_tokens, fill=1.0)
 
 
 def _split_matters(job: Job, model: ModelShape | None) -> str | None:

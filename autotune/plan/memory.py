@@ -15,6 +15,8 @@ On a GPU torch's allocator reuses freed blocks across sizes; what it holds beyon
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from autotune.job import Job
@@ -24,12 +26,15 @@ from autotune.plan.activations import (
     cast_bytes,
     layer_bytes,
     mask_bytes,
+    selected_bytes,
     working_bytes,
 )
+from autotune.plan.checkpointing import parse
 from autotune.plan.data import Data
 from autotune.plan.head import Head, head_bytes
 from autotune.plan.held import HEAP_BLOCK_BYTES, Held, TermName, Terms, peak
 from autotune.plan.memory_fit import Factors, Measured, fit
+from autotune.plan.recipe import with_state_of
 from autotune.plan.space import Candidate
 from autotune.plan.training_state import FLOAT_BYTES, TrainingState, precision_of, training_state, widths_of
 from autotune.probe.machine import Machine
@@ -42,9 +47,16 @@ GPU_CONTEXT_BYTES = 600 * 2**20
 HEAP_SLACK = 0.05  # of the blocks that glibc keeps
 GPU_SLACK = 0.05
 
+# TRL 1.16, `models/activation_offloading.py`, `max_fwd_stash_size`: tensors on their way to the host
+OFFLOAD_STASH = 5
+
 STATE_TERMS: tuple[TermName, ...] = ("weights", "gradients", "optimizer_state", "optimizer_step")
 HOLES: tuple[TermName, ...] = ("activations", "attention", "working")
 FIXED_TERMS: tuple[TermName, ...] = ("process", "generation")
+
+
+# The axes that memory depends on
+DECIDE_MEMORY = ("arrangement", "attention", "checkpointing", "activation_offloading", "optimizer", "dtype")
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True):
@@ -70,7 +82,7 @@ class MemoryModel:
         self._machine = machine
         self._measured: list[Measured] = []
         self._factors = Factors()
-        self._terms: dict[Candidate, Terms] = {}
+        self._terms: dict[tuple[Any, ...], Terms] = {}  # by what a candidate's memory depends on
 
     def tell(
         self,
@@ -94,10 +106,11 @@ class MemoryModel:
 
     def terms(self, candidate: Candidate) -> Terms:
         """By the formula alone."""
-        found = self._terms.get(candidate)
+        key = tuple(getattr(candidate, name) for name in DECIDE_MEMORY)
+        found = self._terms.get(key)
         if found is None:
-            largest = largest_micro_batch(candidate, self._data, self._job, self._machine)
-            found = self._terms[candidate] = self._terms_of(candidate, largest)
+            largest = largest_micro_batch(candidate, self._data, self._machine)
+            found = self._terms[key] = self._terms_of(candidate, largest)
         return found
 
     def estimate(self, candidate: Candidate) -> MemoryEstimate:
@@ -129,12 +142,12 @@ def _scaled(terms: Terms, factors: Factors) -> Terms:
     return msgspec.structs.replace(terms, **changed)
 
 
-def largest_micro_batch(candidate: Candidate, data: Data, job: Job, machine: Machine) -> MicroBatch:
+def largest_micro_batch(candidate: Candidate, data: Data, machine: Machine) -> MicroBatch:
     """The micro-batch of the data with the most positions, as attention sees it."""
     arrangement = candidate.arrangement
     figures = data.figures(arrangement)
     rows, positions = max(1, figures.largest_rows), max(1, figures.largest_positions)
-    if arrangement.name in ("bfd", "bfd_split") or job.resolved.get("padding_free"):
+    if arrangement.one_row:
         return MicroBatch(1, positions, masked=not _variable_length(candidate.attention, machine))
     padded = rows > 1 and figures.useful_tokens < figures.computed_positions
     return MicroBatch(rows, -(-positions // rows), masked=padded)
@@ -144,6 +157,7 @@ def moments(
     candidate: Candidate, micro_batch: MicroBatch, model: ModelShape, job: Job, machine: Machine
 ) -> dict[str, list[Held]]:
     """What is held at each moment of a step, from the second step on."""
+    job = with_state_of(job, candidate)
     on_cpu = machine.backend == "cpu"
     precision = precision_of(job, model, on_cpu=on_cpu)
     widths = widths_of(model)
@@ -181,16 +195,26 @@ def moments(
         Held("casts", cast + unpacked, weight_block),
         Held("working", working_bytes(candidate.attention, model, precision, micro_batch), block),
     ]
-    if candidate.checkpointing:
-        saved = [Held("activations", model.layers * between, between), Held("attention", mask, mask)]
-        recomputed = one_layer
-    else:
-        saved = [
-            Held("activations", model.layers * layer, block),
-            Held("attention", model.layers * attention + mask, attention_block),
-            Held("casts", model.layers * cast, weight_block),
+    how = parse(candidate.checkpointing)
+    checkpointed = how.layers(model.layers)
+    whole = model.layers - checkpointed
+    saved = [Held("attention", mask, mask)] if how.every else []
+    if checkpointed:
+        inputs = 0.0 if how.offload and not on_cpu else between  # in host memory
+        selected = selected_bytes(candidate.attention, model, precision, micro_batch) if how.selective else 0.0
+        saved += [
+            Held("activations", checkpointed * inputs, between),
+            Held("attention", checkpointed * selected, selected),
         ]
-        recomputed = [one_layer[-1]]
+    if whole:
+        saved += [
+            Held("activations", whole * layer, block),
+            Held("attention", whole * attention + (0.0 if how.every else mask), attention_block),
+            Held("casts", whole * cast, weight_block),
+        ]
+    if candidate.activation_offloading and not on_cpu:
+        saved = _moved(saved)
+    recomputed = one_layer if how.every else [one_layer[-1]]
     first_layer = [Held("activations", between, between), *one_layer]
     kept = candidate.arrangement.accumulation > 1  # gradients of the micro-batches before
     body, vocabulary = _gradients(state, model, head, weight_block)
@@ -208,6 +232,12 @@ def moments(
         "first layer": [*always, *body, *vocabulary, *first_layer, *(again if kept or model.tied_embeddings else [])],
         "optimizer": [*always, *body, *vocabulary, Held("optimizer_step", state.optimizer_step, state.largest)],
     }
+
+
+def _moved(saved: list[Held]) -> list[Held]:
+    """What stays on the device of activations that are moved to the host: those on their way (TRL 1.16)."""
+    most = OFFLOAD_STASH * max(one.block_bytes for one in saved)
+    return [Held("activations", min(most, sum(one.bytes for one in saved)), max(one.block_bytes for one in saved))]
 
 
 def _gradients(
@@ -241,10 +271,11 @@ def terms_of(candidate: Candidate, micro_batch: MicroBatch, model: ModelShape, j
     if machine.backend == "cpu":
         kept = max(sum(one.bytes for one in each if 0 < one.block_bytes < keeps) for each in held.values())
         slack = HEAP_SLACK * kept
-        if candidate.checkpointing:
+        how = parse(candidate.checkpointing)
+        if how.every:
             # the input of the next layer, which is kept, lies in the hole that this one's largest temporary left
             blocks = [one.block_bytes for one in held["last layer"] if one.term in HOLES and one.block_bytes < keeps]
-            slack += model.layers * max(blocks, default=0.0)
+            slack += how.layers(model.layers) * max(blocks, default=0.0)
     else:
         slack = GPU_SLACK * (found.total - found.process - found.generation)
     return msgspec.structs.replace(found, slack=round(slack))

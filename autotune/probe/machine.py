@@ -19,6 +19,7 @@ from autotune.probe.machine_document import NEW_FILE, check_content, check_sense
 from autotune.probe.versions import TorchBuild, kernels_problem, probe_torch_build, probe_versions
 
 __all__ = [
+    "Abilities",
     "AttentionBackend",
     "Backend",
     "Cpu",
@@ -72,6 +73,14 @@ class LayerKernels(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()
 
 
+class Abilities(msgspec.Struct, frozen=True):
+    """What the installed versions can do. `checkpointing`: `full`, `selective`, `every_n_layers`, `offload`, as far as
+    they and the model have them; `optimizers`: 8-bit AdamW by the names of `optim`."""
+
+    checkpointing: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+
+
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """`machine.json` and `doctor --json`; bytes."""
 
@@ -87,6 +96,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     precision: Fact
     attention: tuple[AttentionBackend, ...] = ()
     layer_kernels: LayerKernels | None = None
+    abilities: Abilities | None = None
     problems: tuple[Problem, ...] = ()
     overridden: tuple[str, ...] = ()  # what the user said instead of the probe: `precision`, `gpu_memory`, ...
     what_if: bool = False  # read from a file: the machine is not here

@@ -8,6 +8,7 @@ from autotune.plan.space import Candidate
 from autotune.trial.result import TrialResult
 
 FEWEST_ALIKE = 2
+ARITHMETIC = ("layer_kernels", "torch_compile", "activation_offloading", "optimizer", "dtype", "tf32")
 
 
 def fail_alike(results: Sequence[TrialResult]) -> bool:
@@ -40,5 +41,6 @@ def _traits(candidate: Candidate) -> frozenset[tuple[str, object]]:
             ("checkpointing", candidate.checkpointing),
             ("workers", candidate.workers > 0),
             ("threads", candidate.threads),
+            *((name, getattr(candidate, name)) for name in ARITHMETIC),
         }
     )

@@ -67,7 +67,7 @@ def check(
     if reference is not None:
         agreement = losses_agree(setting, winner, result, reference)
         gates += [agreement] if agreement is not None else []
-    if winner.arrangement.name in ("bfd", "bfd_split"):
+    if winner.arrangement.one_row:
         gates += documents_stay_apart(setting, winner)
     worst = run_memory_trial(
         setting, memory_index, winner, draw_longest(setting, winner), reason="three steps on the longest rows"

@@ -70,7 +70,7 @@ def losses_agree(setting: Setting, candidate: Candidate, result: TrialResult, re
     if mine is None or theirs is None:
         return Gate("parity", False, "a loss is not a number")
     apart = abs(mine - theirs)
-    limit = SAME_LOSS[_arithmetic(setting)]
+    limit = SAME_LOSS["half" if _computes_rounded(setting, candidate) else _arithmetic(setting)]
     return Gate("parity", apart <= limit, f"first-step losses {apart:.1e} apart, at most {limit:.0e}", apart)
 
 
@@ -107,6 +107,15 @@ def documents_stay_apart(setting: Setting, candidate: Candidate) -> list[Gate]:
             parity,
         ),
     ]
+
+
+def _computes_rounded(setting: Setting, candidate: Candidate) -> bool:
+    """Whether the user allowed less precision than the job's, and the candidate computes with it."""
+    return any(
+        axis.choice(getattr(candidate, axis.name)).grade == "rounded"
+        for axis in setting.space.axes
+        if axis.name in ("dtype", "tf32")
+    )
 
 
 def _arithmetic(setting: Setting) -> str:

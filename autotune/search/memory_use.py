@@ -49,7 +49,7 @@ class MemoryUse:
         if self._sampled is None or sample != self._sample:
             lengths = _rows_of(setting.data.lengths, sample.row_numbers)
             self._sample, self._sampled = sample, Data(setting.job, lengths, setting.model)
-        return largest_micro_batch(candidate, self._sampled, setting.job, setting.machine)
+        return largest_micro_batch(candidate, self._sampled, setting.machine)
 
 
 def _rows_of(lengths: Lengths, numbers: tuple[int, ...]) -> Lengths:

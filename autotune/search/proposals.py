@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from autotune.plan.checkpointing import keeps_at_least
 from autotune.plan.memory_room import Room
 from autotune.plan.space import Candidate, Space
 from autotune.search.failures import fail_alike, most_unlike
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     import optuna
 
 MOST_PREDICTED = 6  # arrangements tried on prediction alone
+# How much more one holds than another that differs on these is not known
+DECIDE_MEMORY_TOO = ("layer_kernels", "torch_compile", "activation_offloading", "optimizer", "dtype")
+
 PREDICTED_WITHIN = 1.6  # of the best prediction; the constants of a prediction are no better than that
 TPE_ASKS = 40  # repeats that TPE may propose before the best predicted one left is taken
 
@@ -178,12 +182,14 @@ class Proposals:
 
 
 def needs_as_much_memory(candidate: Candidate, failed: Candidate) -> bool:
-    """Whether `candidate` holds at least the activations that `failed` held, other things being equal."""
+    """Whether `candidate` surely holds at least what `failed` held."""
     one, other = candidate.arrangement, failed.arrangement
     return (
         one.name == other.name
         and (one.row_length or 0) >= (other.row_length or 0)
         and one.micro_batch >= other.micro_batch
         and candidate.attention == failed.attention
-        and (failed.checkpointing or not candidate.checkpointing)
+        and one.padding_free == other.padding_free
+        and keeps_at_least(candidate.checkpointing, failed.checkpointing)
+        and all(getattr(candidate, name) == getattr(failed, name) for name in DECIDE_MEMORY_TOO)
     )

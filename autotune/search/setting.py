@@ -110,7 +110,7 @@ class Setting:
             datasets_cache=str(self.folder / "cache"),
             threads=candidate.threads,
             environment=environment,
-            warm_up_steps=self._warm_up_steps() if warm_up_steps is None else warm_up_steps,
+            warm_up_steps=self._warm_up_steps(candidate) if warm_up_steps is None else warm_up_steps,
             passes=passes,
             turns=turns,
             memory_limit_bytes=self.memory_limit_bytes,
@@ -130,8 +130,10 @@ class Setting:
     def _trial(self, plan: TrialPlan, folder: Path) -> Trial:
         return Trial(plan, folder, self.children, deadlines=self.deadlines, target=self.worker)
 
-    def _warm_up_steps(self) -> int:
-        return WARM_UP_STEPS + (COMPILE_STEPS if self.job.resolved.get("torch_compile") else 0)
+    def _warm_up_steps(self, candidate: Candidate) -> int:
+        own = bool(self.job.resolved.get("torch_compile"))
+        compiled = own if candidate.torch_compile is None else candidate.torch_compile
+        return WARM_UP_STEPS + (COMPILE_STEPS if compiled else 0)
 
     def label(self, candidate: Candidate) -> str:
         """How a person calls the candidate: yours in full, others by how they differ from it."""
