@@ -76,10 +76,10 @@ JOBS = {
             about="Llama, GSM8K's problems as prompt and completion, 4 x 4",
             options="max_length: 192\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 4\n",
             model_type="llama",
-            vocabulary=4096,
+            vocabulary=2048,
             shape={
-                "hidden_size": 64,
-                "intermediate_size": 192,
+                "hidden_size": 48,
+                "intermediate_size": 128,
                 "num_hidden_layers": 2,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 4,
@@ -89,8 +89,8 @@ JOBS = {
         ),
         SearchJob(
             name="long",
-            about="Qwen2 with a vocabulary of 8192, texts of nearly one length (about 250 tokens), 2 x 4",
-            options="max_length: 256\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n",
+            about="Qwen2 with a vocabulary of 8192, texts of nearly one length (about 229 tokens), 2 x 4",
+            options="max_length: 232\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n",
             model_type="qwen2",
             vocabulary=8192,
             shape={
@@ -143,7 +143,7 @@ def _long() -> Iterable[dict[str, Any]]:
     words = [word for row in demo_text.conversations() for message in row.messages for word in message.content.split()]
     start = 0
     for _ in range(800):
-        count = round(chance.gauss(198, 3))  # 1.28 tokens a word
+        count = round(chance.gauss(198, 3))  # about 1.16 tokens a word
         yield {"text": " ".join(words[start : start + count])}
         start += count
 
