@@ -26,7 +26,7 @@ from autotune.plan import recipe
 from autotune.plan.axes import build_space
 from autotune.plan.data import Data
 from autotune.plan.space import Arrangement, Candidate
-from autotune.probe.machine import Machine
+from autotune.probe.machine import LayerKernels, Machine
 from autotune.search.found import Found, why_kept
 from autotune.search.gates import Gate
 from autotune.search.setting import Setting
@@ -406,6 +406,41 @@ def test_the_python_of_the_report_is_the_winner(delivered: Path) -> None:
         "model_init_kwargs": {"attn_implementation": "eager"},
     }
     assert "and `torch.set_num_threads(2)` before training." in text
+
+
+def test_layer_kernels_stand_beside_the_users_own_keys_which_no_profile_has(
+    make_setting: MakeSetting, tmp_path: Path
+) -> None:
+    machine = msgspec.structs.replace(
+        parts.cpu_machine(), layer_kernels=LayerKernels(usable=True, reason="ran", names=("RMSNorm",))
+    )
+    own = "model_init_kwargs:\n  attn_implementation: sdpa  # mine\n  token: secret\n  cache_dir: /home/me\n"
+    setting = make_setting(
+        MINE.replace("model_init_kwargs:\n  attn_implementation: sdpa    # flash does not run here\n", own),
+        machine=machine,
+    )
+    base = setting.space.baseline
+    winner = msgspec.structs.replace(base, layer_kernels=True, attention="eager", checkpointing="off")
+    found = found_in(setting)
+    best = msgspec.structs.replace(found.results[1], candidate=winner)
+    found = msgspec.structs.replace(found, winner=winner, best=best, results=(found.results[0], best))
+    text = report_of(setting, found, tmp_path)
+    tuned = (tmp_path / "tuned.yaml").read_text()
+    assert yaml.safe_load(tuned)["model_init_kwargs"] == {
+        "attn_implementation": "eager",
+        "token": "secret",
+        "cache_dir": "/home/me",
+        "use_kernels": True,
+    }
+    assert "RMSNorm: ran" in tuned
+    assert "'use_kernels': True" in text.split("```python\n")[1]
+    assert "secret" not in text
+    options = yaml.safe_load((tmp_path / "profile.yaml").read_text())["options"]
+    assert options == {
+        "attn_implementation": "eager",
+        "gradient_checkpointing": False,
+        "model_init_kwargs": {"use_kernels": True},
+    }
 
 
 def test_a_report_without_a_gain_says_so_and_still_lists_what_was_tried(

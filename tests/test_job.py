@@ -457,6 +457,29 @@ def test_clearing_an_option_that_is_not_given_writes_nothing(read: Read) -> None
     }
 
 
+def test_null_is_written_where_trl_would_take_a_default_instead(read: Read) -> None:
+    job = read(MINIMAL)
+    assert job.resolved["max_length"] == 1024
+    assert written(job, max_length=None)["max_length"] is None
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "model_init_kwargs: {token: mine, num_labels: 3}\n",
+        'model_init_kwargs: \'{"token": "mine", "num_labels": 3}\'\n',
+    ],
+)
+def test_the_users_own_model_init_kwargs_stay_with_their_token(own: str, read: Read) -> None:
+    job = read(MINIMAL + own)
+    inside = {**job.resolved["model_init_kwargs"], "use_kernels": True}
+    assert written(job, model_init_kwargs=inside)["model_init_kwargs"] == {
+        "token": "mine",
+        "num_labels": 3,
+        "use_kernels": True,
+    }
+
+
 def test_checkpointing_is_written_under_the_name_that_wins() -> None:
     old = Job("sft", None, "gradient_checkpointing: true\n", {}, {}, {}, {}, "/", {"gradient_checkpointing": True}, {})
     new = msgspec.structs.replace(old, resolved={**old.resolved, "activation_checkpointing": True})

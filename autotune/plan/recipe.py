@@ -85,7 +85,9 @@ def portable(changes: Sequence[Change]) -> dict[str, Any]:
         if change.name == "model_init_kwargs":
             before = change.was or {}
             options[change.name] = {
-                name: value for name, value in change.value.items() if name not in before or before[name] != value
+                name: value
+                for name, value in change.value.items()
+                if name not in INSIDE_MODEL_INIT_KWARGS and (name not in before or before[name] != value)
             }
     return options
 
