@@ -63,7 +63,7 @@ def examine(table: Table) -> JobRows:
     best = max(rates, key=lambda one: rates[one])
     return JobRows(
         name=table.name,
-        about=JOBS[table.name].about if table.name in JOBS else "",
+        about=_about(table),
         machine=describe(table.prepared.machine),
         date=table.date,
         candidates=len(table.swept),
@@ -84,6 +84,12 @@ def examine(table: Table) -> JobRows:
         curves=tuple(Curve(name, tuple(moments), tuple(map(tuple, lines))) for name, lines in curves.items()),
         real_seconds=real_seconds,
     )
+
+
+def _about(table: Table) -> str:
+    if table.kind == "made up":
+        return "made-up timings, not measured"
+    return JOBS[table.name].about if table.name in JOBS else "a job of another version"
 
 
 def _play(table: Table, plan: Plan, seed: int, budget: float, *, busy: Busy = NOBODY) -> Played:

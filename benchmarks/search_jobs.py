@@ -74,7 +74,7 @@ JOBS = {
         SearchJob(
             name="problems",
             about="Llama, GSM8K's problems as prompt and completion, 4 x 4",
-            options="max_length: 192\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 4\n",
+            options="max_length: 384\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 4\n",
             model_type="llama",
             vocabulary=2048,
             shape={

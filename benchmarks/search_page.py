@@ -130,7 +130,7 @@ def _regrets(jobs: Sequence[JobRows], others: Sequence[str]) -> list[str]:
     for one in jobs:
         found = " | ".join(_spread(one.other_regrets[name]) for name in others)
         lines.append(
-            f"| `{one.name}` | {one.budget_seconds:.0f} s | {min(one.trials)} to {max(one.trials)} "
+            f"| `{one.name}` | {one.budget_seconds:.0f} s | {_span(one.trials)} "
             f"| {statistics.median(one.seconds):.0f} s | {statistics.median(one.regrets):.1%} | {max(one.regrets):.1%} "
             f"| {one.confirmed} of {len(one.regrets)} | {found} |"
         )
@@ -139,7 +139,8 @@ def _regrets(jobs: Sequence[JobRows], others: Sequence[str]) -> list[str]:
         "",
         "*Budget* is what the search was given, *used* what it took with its confirmation and checks (median).",
         "The last columns: median and worst regret of random search and of Optuna's TPE with its defaults, with the",
-        "same budget and the same trials; both begin with the user's settings, prune nothing and confirm nothing.",
+        "same budget and the same trials; both begin with the user's settings, prune nothing, confirm nothing and",
+        "go on to the end of the budget, where the search stops when it finds no more.",
     ]
 
 
@@ -183,6 +184,11 @@ def _live(jobs: Sequence[JobRows]) -> list[str]:
             f"| {live.seconds:.0f} s |"
         )
     return [*lines, ""]
+
+
+def _span(values: Sequence[int]) -> str:
+    least, most = min(values), max(values)
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def _spread(values: Sequence[float]) -> str:
