@@ -113,8 +113,10 @@ class ReplayTrial(Trial):
             self._due += seconds
 
     def _warm_up(self) -> None:
-        shapes, times = self._recorded(0)
-        for number, (shape, seconds) in enumerate(zip(shapes, times, strict=True)):
+        """As many steps as are asked for: those of the recorded warm-up, then of the first pass, over and over."""
+        shapes, times = (itertools.chain(*both) for both in zip(self._recorded(0), self._recorded(1), strict=True))
+        steps = itertools.islice(itertools.cycle(zip(shapes, times, strict=True)), self.plan.warm_up_steps)
+        for number, (shape, seconds) in enumerate(steps):
             self._say(self._step(shape, 0, number, seconds))
 
     def _next_pass(self) -> None:

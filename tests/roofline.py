@@ -57,6 +57,7 @@ REACHED = 0.45  # of the published operations
 LAUNCH_SECONDS = 6e-6
 LAYER_KERNELS = 45  # launched for a layer's forward and backward pass
 COLLATE_SECONDS = 3e-3  # for a micro-batch, in the step where no worker does it
+FULL = 0.97  # of the free memory: what needs more does not run to its end
 MEMORY_FACTOR = 1.07  # of the formula: it is off by as much, and the search must find that out
 
 
@@ -74,8 +75,8 @@ class Size(NamedTuple):
 
 
 LORA = "use_peft: true\nlora_r: 16\nlora_target_modules: all-linear\n"
-# Of documents up to 2,400 tokens `max_length` cuts some, and whole packed rows are not near enough to a step of 8; where
-# nothing is cut, rows of many lengths are packed
+# Of documents up to 2,400 tokens `max_length` cuts some, and whole packed rows are not near enough to a step of 8;
+# where nothing is cut, rows of many lengths are packed
 CUT = "max_length: 2048\nper_device_train_batch_size: 8\n"
 WHOLE = "max_length: 2560\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 4\n"
 JOBS = {
@@ -171,7 +172,7 @@ class _Maker:
         passes = self._passes(candidate.arrangement)
         peak = self._peak_bytes(self._on_sample, candidate)
         free = self._machine.gpus[0].free_bytes
-        if peak > free:
+        if peak > FULL * free:
             told = Measured(
                 outcome="oom",
                 where="backward",
@@ -180,7 +181,7 @@ class _Maker:
                 peak_bytes=free,
             )
             return Swept(candidate, (told,) * REPETITIONS, "oom")
-        on_longest = self._peak_bytes(self._on_all, candidate) > free
+        on_longest = self._peak_bytes(self._on_all, candidate) > FULL * free
         layout = tuple(tuple(_shape(candidate.arrangement, step) for step in steps) for steps in passes)
         place = self.layouts.setdefault(layout, len(self.layouts))
         exact = [[self._step_seconds(candidate, step) for step in steps] for steps in passes]

@@ -65,9 +65,10 @@ def made(planner: Children, tmp_path_factory: pytest.TempPathFactory) -> Any:
 # --- GPU-sized jobs, made-up timings ------------------------------------------------------------------------------
 
 BUDGET_SECONDS = 1800.0
+DEFAULT_SECONDS = planning.DEFAULT_BUDGET_SECONDS
 
-
-@pytest.mark.parametrize(
+# 7B in float32, which TRL loads weights in by default, fits on no T4
+gpu_jobs = pytest.mark.parametrize(
     ("chip", "size"),
     [
         ("T4", "LoRA 1.5B"),
@@ -77,6 +78,9 @@ BUDGET_SECONDS = 1800.0
         ("H200", "full 1.5B"),
     ],
 )
+
+
+@gpu_jobs
 def test_on_made_up_gpu_timings_the_pick_is_within_3_percent_of_the_best_and_never_out_of_memory(
     chip: str, size: str, made: Any, tmp_path: Path
 ) -> None:
@@ -87,6 +91,16 @@ def test_on_made_up_gpu_timings_the_pick_is_within_3_percent_of_the_best_and_nev
     assert played.found.winner in rates
     assert regret(rates, played.found.winner) <= 0.03
     assert played.seconds <= BUDGET_SECONDS * 1.05
+
+
+@gpu_jobs
+def test_on_made_up_gpu_timings_the_default_budget_is_enough_for_within_5_percent(
+    chip: str, size: str, made: Any, tmp_path: Path
+) -> None:
+    drawn = made(chip, size)
+    played = play(drawn.table, drawn.plan, tmp_path, seed=0, budget_seconds=DEFAULT_SECONDS)
+    assert regret(true_rates(drawn.table, drawn.plan), played.found.winner) <= 0.05
+    assert played.seconds <= DEFAULT_SECONDS * 1.05
 
 
 def test_what_fits_on_the_sample_but_not_on_the_longest_rows_is_not_delivered(made: Any, tmp_path: Path) -> None:
@@ -139,6 +153,24 @@ def test_a_played_trial_takes_its_start_and_its_steps(made: Any, tmp_path: Path)
     passes = [sum(steps) for one in recorded for steps in one.step_seconds[1:]]
     assert all(min(abs(one.seconds - other) for other in passes) < 1e-9 for one in result.passes)
     assert result.seconds == pytest.approx(result.startup_seconds + result.step_seconds, abs=0.06)
+
+
+def test_a_played_trial_runs_as_many_steps_as_a_check_asks_for(made: Any, tmp_path: Path) -> None:
+    drawn = made("T4", "LoRA 1.5B")
+    setting = ReplaySetting(drawn.table, drawn.plan, tmp_path, budget_seconds=600.0, seed=0)
+    rows = len(drawn.table.sample_rows)
+    trial = setting.trial(
+        0, drawn.plan.space.baseline, tmp_path / f"sample-{rows}.parquet", purpose="gate", passes=0, warm_up_steps=20
+    )
+    trial.start()
+    while trial.running:
+        trial.poll()
+        setting.clock.sleep(1.0)
+    assert trial.result_outcome() == ("ok", None, None)
+    assert [step.step for step in trial.steps] == list(range(20))
+    assert trial.ended is not None
+    assert trial.first_step_at is not None
+    assert trial.ended - trial.first_step_at == pytest.approx(sum(step.seconds for step in trial.steps))
 
 
 def test_a_busy_process_slows_what_needs_its_core_and_the_search_is_told(made: Any, tmp_path: Path) -> None:
