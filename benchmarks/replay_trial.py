@@ -114,8 +114,8 @@ class ReplayTrial(Trial):
 
     def _warm_up(self) -> None:
         """As many steps as are asked for: those of the recorded warm-up, then of the first pass, over and over."""
-        shapes, times = (itertools.chain(*both) for both in zip(self._recorded(0), self._recorded(1), strict=True))
-        steps = itertools.islice(itertools.cycle(zip(shapes, times, strict=True)), self.plan.warm_up_steps)
+        recorded = [pair for each in (0, 1) for pair in zip(*self._recorded(each), strict=True)]
+        steps = itertools.islice(itertools.cycle(recorded), self.plan.warm_up_steps)
         for number, (shape, seconds) in enumerate(steps):
             self._say(self._step(shape, 0, number, seconds))
 
