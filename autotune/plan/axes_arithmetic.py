@@ -119,6 +119,8 @@ def _no_half_weights(job: Job, machine: Machine) -> str | None:
         return "your job computes in fp16, and weights in bfloat16 would take part in neither"
     if machine.backend == "cpu":
         return None if machine.cpu.bf16 else "this CPU has no bf16 arithmetic"
+    if machine.backend == "mps":
+        return "not known on mps"
     told = [gpu.compute_capability for gpu in machine.gpus[:1] if gpu.compute_capability is not None]
     if machine.backend == "cuda" and (not told or min(told) < AMPERE):
         return "this GPU has no bf16 arithmetic"
