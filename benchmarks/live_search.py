@@ -19,6 +19,7 @@ from benchmarks.sweep_table import Table, plan_of
 from benchmarks.truth import regret, true_rates
 
 MEASURED = re.compile(r"end to end ([0-9.]+)")
+STEPS = 100  # optimizer steps of each `trl` command
 LEAST_BUDGET = 60.0  # planning takes some 10 s of it, which a played search does not
 
 
@@ -38,6 +39,7 @@ def tune(table: Table, *, budget_seconds: float) -> Live:
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         seconds = time.monotonic() - began
         compare = [sys.executable, str(Path(__file__).with_name("end_to_end.py")), "--run", str(run)]
+        compare += ["--steps", str(STEPS)]
         compared = subprocess.run(compare, check=True, stdout=subprocess.PIPE, text=True)
         last = finished(run)
         plan = plan_of(table)
