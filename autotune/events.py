@@ -65,6 +65,7 @@ class Step(Event, frozen=True, tag="step"):
     loss: float | None
     grad_norm: float | None = None
     peak_bytes: int | None = None
+    finite: bool = True  # loss and gradient norm are numbers; one that is none is null above
     trial: int | None = None
 
 

@@ -29,6 +29,7 @@ from autotune.probe.lengths import kept_lengths, measure_lengths
 from autotune.probe.machine import Machine, as_torch_sees, describe
 from autotune.probe.model import ModelShape, probe_model
 from autotune.probe.overrides import asked_precision, precision_to_add
+from autotune.search.end_to_end import command_here
 from autotune.search.setting import Setting
 from autotune.session import Options
 
@@ -231,6 +232,7 @@ def setting_of(plan: Plan, folder: Path, children: Children, *, emit: Listener, 
         memory_limit_bytes=prepared.memory_limit_bytes,
         started=started,
         seed=prepared.seed,
+        trl=command_here(),
     )
 
 

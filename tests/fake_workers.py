@@ -287,12 +287,18 @@ def trial_that_waits(request: Request, folder: Path) -> None:
     time.sleep(600)
 
 
+def write_table(folder: Path, rules: list[dict[str, Any]], *, seconds: float = 0.02, rows_a_step: int = 8) -> None:
+    """The table of a run, for `trial_by_table`."""
+    table = {"seconds": seconds, "rows_a_step": rows_a_step, "rules": rules}
+    (folder / "table.json").write_text(json.dumps(table))
+
+
 def trial_by_table(request: Request, folder: Path) -> None:
     """What `table.json` of the run says of the options in this trial's own YAML.
 
     A rule is `{"if": {option: value}, …}`; all that fit count: `seconds` is a factor of the step's seconds, `fail` an
     outcome with `where` and `detail`, `pause` real seconds before the first pass, `attention` what ran instead, `loss`
-    the loss. `when` limits a rule to trials for speed, confirm or memory.
+    the loss. `when` limits a rule to trials for speed, confirm or memory (the last: few steps of any kind).
     """
     options = yaml.safe_load(Path(request["config"]).read_text())
     purpose = "memory" if request["passes"] == 0 else "confirm" if request["turns"] else "speed"

@@ -60,6 +60,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
         "loss",
         "grad_norm",
         "peak_bytes",
+        "finite",
         "trial",
     ),
     "pass_end": ("pass_index", "trial"),

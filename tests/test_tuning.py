@@ -118,6 +118,11 @@ def test_a_job_is_tuned_and_plain_trl_runs_the_result(kind: str, home: Path) -> 
     assert not list(run.glob("*.parquet"))
     assert not (home / "out").exists()
     assert marked(str(run)) == []
+    gates = yaml.safe_load((run / "profile.yaml").read_text())["evidence"]["gates"]
+    if last.outcome == "improved":
+        assert 0.85 <= gates["end to end"] < 1.5
+        assert gates["finite"] >= 20
+        assert 0.02 < gates["longest rows"] < 1.0
 
     trained = subprocess.run(
         [Path(sys.executable).with_name("trl"), "sft", "--config", str(run / "tuned.yaml"), "--max_steps", "3"],

@@ -125,7 +125,7 @@ class Narrator:
             self._table = True
             self._print("")
             self._print(*self._row("#", "vs yours", "useful tokens/s", "memory", "setting"))
-        kind = {"confirm": " (in turns)", "memory": " (longest rows)"}.get(event.purpose, "")
+        kind = {"confirm": " (in turns)", "memory": " (longest rows)", "gate": " (check)"}.get(event.purpose, "")
         number, label, memory = str(event.trial), event.label + kind, wording.gigabytes(event.peak_bytes)
         if event.rate is not None:
             against = f"{event.ratio:.2f}x" if event.ratio else "1.00x" if event.trial == 0 else ""

@@ -9,7 +9,8 @@ from autotune.job import INSIDE_MODEL_INIT_KWARGS
 from autotune.plan.recipe import Change
 from autotune.plan.space import Candidate
 from autotune.probe.machine import describe
-from autotune.search.found import Found, describe_failure, why_kept
+from autotune.search.failures import describe_failure
+from autotune.search.found import Found, why_kept
 from autotune.search.setting import Setting
 from autotune.trial.result import TrialResult
 

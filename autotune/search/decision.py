@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from autotune.plan.space import Candidate
 from autotune.search.confirm import Confirmed, confirm
+from autotune.search.failures import describe_failure
 from autotune.search.finals import check, finalists
-from autotune.search.found import describe_failure
 from autotune.search.record import Record
 from autotune.search.samples import Sample
 from autotune.search.stopping import seconds_to_check
@@ -31,9 +31,8 @@ def decide(record: Record, sample: Sample) -> None:
             continue
         record.confirmed = confirmed if baseline is not None else None
         winner = record.found().winner
-        gates, worst = check(record.setting, winner, confirmed, memory_index=record.next_index)
+        gates, worst = check(record.setting, winner, confirmed, sample, take_index=record.take_index)
         if worst is not None:
-            record.next_index += 1
             record.memory.append(worst)
         if all(gate.passed for gate in gates):
             record.gates = gates
@@ -55,7 +54,7 @@ def _in_turns(record: Record, chosen: list[TrialResult], reference: Candidate, s
         reference,
         others,
         sample,
-        seconds=setting.seconds_left() - seconds_to_check(baseline or record.best),
+        seconds=setting.seconds_left() - seconds_to_check(setting, baseline or record.best),
         measured={one.candidate: one for one in record.results if one.passes},
         resident_bytes=sum(one.peak_bytes or 0 for one in (*chosen, *((baseline,) if baseline else ()))),
     )

@@ -1,4 +1,4 @@
-"""Trials that all failed in the same way: what they have in common, and who would tell whether that is the cause."""
+"""Trials that failed: why; and where all failed in the same way, who would tell whether what they share is why."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from autotune.trial.result import TrialResult
 
 FEWEST_ALIKE = 2
 ARITHMETIC = ("layer_kernels", "torch_compile", "activation_offloading", "optimizer", "dtype", "tf32")
+
+
+def describe_failure(result: TrialResult) -> str:
+    """Why a trial did not run, in words: "out of memory in backward"."""
+    words = {"oom": "out of memory", "error": "an error", "killed": "killed", "hung": "no sign of life"}
+    what = words.get(result.outcome, result.outcome)
+    where = f" in {result.where}" if result.where else ""
+    detail = f" ({result.detail})" if result.detail else ""
+    return f"{what}{where}{detail}"
 
 
 def fail_alike(results: Sequence[TrialResult]) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from autotune.plan.memory_room import free_bytes_of
 from autotune.plan.space import GRADES, Candidate
+from autotune.search.checking import Checking
 from autotune.search.confirm import Confirmed
-from autotune.search.found import describe_failure
-from autotune.search.gates import Gate, documents_stay_apart, losses_agree, ran_as_asked, stays_finite
+from autotune.search.end_to_end import run_end_to_end
+from autotune.search.gates import Gate, documents_stay_apart, holds_longest_rows, ran_as_asked, stays_finite
 from autotune.search.measure import run_memory_trial
-from autotune.search.samples import draw_longest
+from autotune.search.parity import parity
+from autotune.search.samples import Sample, draw_longest
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate
 from autotune.trial.result import TrialResult
@@ -56,23 +61,26 @@ def _caution(setting: Setting, candidate: Candidate) -> tuple[int, int]:
 
 
 def check(
-    setting: Setting, winner: Candidate, confirmed: Confirmed, *, memory_index: int
+    setting: Setting, winner: Candidate, confirmed: Confirmed, sample: Sample, *, take_index: Callable[[], int]
 ) -> tuple[tuple[Gate, ...], TrialResult | None]:
-    """All checks of a winner, and its memory trial (number `memory_index`); none for the baseline itself."""
+    """All checks of a winner, and its memory trial; none for the baseline itself. Each trial of a check has the number
+    that `take_index` gives. What takes longest, the run from end to end, is left out for one that failed before."""
     result = confirmed.results.get(winner)
-    if result is None or winner == setting.space.baseline:
+    base = setting.space.baseline
+    if result is None or winner == base:
         return (), None
-    reference = confirmed.results.get(setting.space.baseline)
-    gates = [stays_finite(result), ran_as_asked(result, reference, setting.space.baseline)]
+    reference = confirmed.results.get(base)
+    checking = Checking(setting, sample, take_index, like=result)
+    gates = [ran_as_asked(result, reference, base)]
+    gates.append(stays_finite(result, checking, scaled=bool(setting.job.resolved.get("fp16"))))
     if reference is not None:
-        agreement = losses_agree(setting, winner, result, reference)
-        gates += [agreement] if agreement is not None else []
+        gates += parity(winner, result, reference, checking)
     if winner.arrangement.one_row:
         gates += documents_stay_apart(setting, winner)
-    worst = run_memory_trial(
-        setting, memory_index, winner, draw_longest(setting, winner), reason="three steps on the longest rows"
-    )
-    fits = worst.outcome == "ok"
-    held = f"{(worst.peak_bytes or 0) / 1e9:.1f} GB at most"
-    gates.append(Gate("longest rows", fits, held if fits else describe_failure(worst)))
+    reason = "three steps on the longest rows"
+    worst = run_memory_trial(setting, take_index(), winner, draw_longest(setting, winner), reason=reason)
+    gates.append(holds_longest_rows(worst, free_bytes_of(setting.machine, setting.memory_limit_bytes)))
+    if all(gate.passed for gate in gates):
+        by_command = run_end_to_end(winner, result, reference, checking)
+        gates += [by_command] if by_command is not None else []
     return tuple(gates), worst

@@ -54,15 +54,6 @@ def why_kept(found: Found) -> str:
     return "nothing beat yours beyond the noise"
 
 
-def describe_failure(result: TrialResult) -> str:
-    """Why a trial did not run, in words: "out of memory in backward"."""
-    words = {"oom": "out of memory", "error": "an error", "killed": "killed", "hung": "no sign of life"}
-    what = words.get(result.outcome, result.outcome)
-    where = f" in {result.where}" if result.where else ""
-    detail = f" ({result.detail})" if result.detail else ""
-    return f"{what}{where}{detail}"
-
-
 def estimate_of(result: TrialResult) -> Estimate:
     """The rate of a trial that has one, with its interval."""
     low, high = result.rate_interval or (result.rate or 0.0, result.rate or 0.0)

@@ -7,16 +7,17 @@ import msgspec
 from autotune.children import ChildError
 from autotune.kernel_revision import LOCAL
 from autotune.plan.space import Candidate
+from autotune.search.checking import Checking
+from autotune.search.failures import describe_failure
 from autotune.search.setting import Setting
 from autotune.trial.result import TrialResult
 
-# Losses of the same documents in the same optimizer step, before any update could drift: in float32 another split
-# of the batch moves them by some 1e-6, under half-precision autocast by some 1e-5 on a tiny model.
-SAME_LOSS = {"float32": 1e-5, "half": 5e-3}
 # float32 logits of a document whose neighbour was exchanged; a mask that leaks moves them by 1e-1 and more
 LEAKAGE = {"float32": 1e-5, "half": 1e-1}
 PARITY = {"float32": 1e-5, "half": 1e-2}
 DEADLINE_SECONDS = 600.0
+FINITE_STEPS = 20
+HEADROOM = 0.02  # of the free memory: beyond it, what else a training does (an evaluation, a checkpoint) finds no room
 
 
 class Gate(msgspec.Struct, frozen=True):
@@ -28,10 +29,34 @@ class Gate(msgspec.Struct, frozen=True):
     value: float | None = None
 
 
-def stays_finite(result: TrialResult) -> Gate:
-    """Every loss the trial reported is a finite number."""
-    finite = 0 < result.steps == result.finite_steps
-    return Gate("finite loss", finite, f"in {result.finite_steps} of {result.steps} steps")
+def stays_finite(result: TrialResult, checking: Checking, *, scaled: bool) -> Gate:
+    """Loss and gradient norm of `FINITE_STEPS` optimizer steps in a row, the last ones, are finite numbers; where the
+    trial had fewer, another goes on for as many while there is time.
+
+    With `scaled` gradients (fp16) the first steps may overflow: the scaler skips them and takes a smaller scale.
+    """
+    if _finite_so_far(result, scaled=scaled) and result.steps < FINITE_STEPS:
+        reason = f"{FINITE_STEPS} steps: do loss and gradients stay finite"
+        longer = checking.run(result.candidate, FINITE_STEPS, reason=reason)
+        if longer is None:
+            detail = f"loss and gradient norm, in all of {result.steps} steps: no time was left for {FINITE_STEPS}"
+            return Gate("finite", True, detail, result.finite_in_a_row)
+        if longer.outcome != "ok":
+            return Gate("finite", False, f"it did not run for {FINITE_STEPS} steps: {describe_failure(longer)}")
+        result = longer
+    enough = _finite_so_far(result, scaled=scaled) and result.finite_in_a_row >= min(FINITE_STEPS, result.steps)
+    if result.finite_in_a_row == result.steps:
+        detail = f"loss and gradient norm, in all of {result.steps} steps"
+    elif result.finite_steps < result.steps:
+        detail = f"the loss in {result.finite_steps} of {result.steps} steps only"
+    else:
+        detail = f"loss and gradient norm, in the last {result.finite_in_a_row} of {result.steps} steps"
+    return Gate("finite", enough, detail, result.finite_in_a_row)
+
+
+def _finite_so_far(result: TrialResult, *, scaled: bool) -> bool:
+    losses = 0 < result.steps == result.finite_steps
+    return losses and (scaled or result.finite_in_a_row == result.steps)
 
 
 def ran_as_asked(result: TrialResult, reference: TrialResult | None, baseline: Candidate) -> Gate:
@@ -55,23 +80,6 @@ def _revision(result: TrialResult) -> str:
     if result.kernel_revision is None:
         return ""
     return ", from a folder here" if result.kernel_revision == LOCAL else f", revision {result.kernel_revision[:12]}"
-
-
-def losses_agree(setting: Setting, candidate: Candidate, result: TrialResult, reference: TrialResult) -> Gate | None:
-    """Loss of the first optimizer step against the baseline's on the same documents.
-
-    None where the arrangement puts other documents into a step; there `documents_stay_apart` is the check.
-    """
-    space = setting.space
-    choice = space.axis("arrangement").choice(candidate.arrangement)
-    if choice.grade != "exact" or not result.losses or not reference.losses:
-        return None
-    mine, theirs = result.losses[0], reference.losses[0]
-    if mine is None or theirs is None:
-        return Gate("parity", False, "a loss is not a number")
-    apart = abs(mine - theirs)
-    limit = SAME_LOSS["half" if _computes_rounded(setting, candidate) else _arithmetic(setting)]
-    return Gate("parity", apart <= limit, f"first-step losses {apart:.1e} apart, at most {limit:.0e}", apart)
 
 
 def documents_stay_apart(setting: Setting, candidate: Candidate) -> list[Gate]:
@@ -109,15 +117,13 @@ def documents_stay_apart(setting: Setting, candidate: Candidate) -> list[Gate]:
     ]
 
 
-def _computes_rounded(setting: Setting, candidate: Candidate) -> bool:
-    """Whether the user allowed less precision than the job's, and the candidate computes with it."""
-    return any(
-        axis.choice(getattr(candidate, axis.name)).grade == "rounded"
-        for axis in setting.space.axes
-        if axis.name in ("dtype", "tf32")
-    )
-
-
-def _arithmetic(setting: Setting) -> str:
-    resolved = setting.job.resolved
-    return "half" if resolved.get("bf16") or resolved.get("fp16") else "float32"
+def holds_longest_rows(worst: TrialResult, free_bytes: int | None) -> Gate:
+    """Three steps on the longest rows ran, and left some of the memory that is free. The figure is the share left."""
+    if worst.outcome != "ok":
+        return Gate("longest rows", False, describe_failure(worst))
+    held = f"{(worst.peak_bytes or 0) / 1e9:.1f} GB at most"
+    if worst.peak_bytes is None or not free_bytes:
+        return Gate("longest rows", True, held)
+    headroom = 1 - worst.peak_bytes / free_bytes
+    told = f"{held} of {free_bytes / 1e9:.1f} GB that are free: {max(0.0, headroom):.0%} left"
+    return Gate("longest rows", headroom >= HEADROOM, told, headroom)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -11,9 +13,9 @@ from autotune.child import write_whole
 from autotune.events import AnyEvent, Finished, Note, Outcome, Step, TrialFinished, TrialStarted
 from autotune.plan.space import Candidate
 from autotune.search.samples import MEMORY_STEPS, Sample
-from autotune.search.setting import Setting
+from autotune.search.setting import NO_OPTIONS, Setting
 from autotune.search.statistics import Estimate, cannot_reach, fit_step_cost, on_whole_data, rate_of
-from autotune.trial.result import Pass, TrialResult, passes_of
+from autotune.trial.result import Pass, Purpose, TrialResult, passes_of
 from autotune.trial.runner import Trial, to_json
 
 POLL_SECONDS = 0.05  # more often would be felt by a trial that uses every core
@@ -80,7 +82,24 @@ def measure(
 
 def run_memory_trial(setting: Setting, index: int, candidate: Candidate, sample: Sample, *, reason: str) -> TrialResult:
     """Three optimizer steps on the longest rows: what the candidate needs at its worst."""
-    trial = setting.trial(index, candidate, sample.path, purpose="memory", passes=0, warm_up_steps=MEMORY_STEPS)
+    return run_steps(setting, index, candidate, sample, MEMORY_STEPS, purpose="memory", reason=reason)
+
+
+def run_steps(
+    setting: Setting,
+    index: int,
+    candidate: Candidate,
+    sample: Sample,
+    steps: int,
+    *,
+    purpose: Purpose,
+    reason: str,
+    options: Mapping[str, Any] = NO_OPTIONS,
+) -> TrialResult:
+    """So many optimizer steps and no more; `options` of TRL win over the candidate's."""
+    trial = setting.trial(
+        index, candidate, sample.path, purpose=purpose, passes=0, warm_up_steps=steps, options=options
+    )
     started(setting, trial, candidate, reason)
     try:
         trial.start()
@@ -180,13 +199,23 @@ def conclude(setting: Setting, trial: Trial, candidate: Candidate, *, pruned: bo
         losses=tuple(step.loss for step in trial.steps[:3]),
         steps=len(trial.steps),
         finite_steps=sum(step.loss is not None and math.isfinite(step.loss) for step in trial.steps),
+        finite_in_a_row=finite_in_a_row(trial.steps),
+        warm_up_steps=len(trial.steps) - len(measured),
+        warm_up_seconds=sum(step.seconds for step in trial.steps if step.pass_index == 0),
         actual_attention=trial.hello.actual_attention if trial.hello else None,
         kernel_revision=trial.hello.kernel_revision if trial.hello else None,
         peak_bytes=trial.peak_bytes(),
         startup_seconds=trial.first_step_at - trial.started if trial.first_step_at is not None else None,
         step_seconds=sum(step.seconds for step in trial.steps),
+        step_tokens=sum(step.useful_tokens for step in trial.steps),
         seconds=ended - trial.started,
     )
+
+
+def finite_in_a_row(steps: Sequence[Step]) -> int:
+    """How many of the last steps had a loss and a gradient norm that are finite numbers."""
+    whole = itertools.takewhile(lambda step: step.finite and step.loss is not None, reversed(steps))
+    return sum(1 for _ in whole)
 
 
 def _ran_instead(setting: Setting, trial: Trial, candidate: Candidate) -> str | None:

@@ -7,8 +7,9 @@ import msgspec
 from autotune.events import Note, RunOutcome, Topic
 from autotune.plan.space import Candidate
 from autotune.search.confirm import Confirmed
+from autotune.search.failures import describe_failure
 from autotune.search.finals import first_among_equals
-from autotune.search.found import Found, describe_failure, unconfirmed
+from autotune.search.found import Found, unconfirmed
 from autotune.search.gates import Gate
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate, with_spells

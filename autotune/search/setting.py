@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from autotune.trial.runner import Deadlines, Trial, TrialPlan
 
 WORKER = "autotune.trial.worker:run"
 WARM_UP_STEPS = 2  # the first steps allocate
+NO_OPTIONS: Mapping[str, Any] = {}
 COMPILE_STEPS = 3  # torch.compile compiles twice, for the first lengths and for varying ones
 
 
@@ -46,6 +47,7 @@ class Setting:
         started: float | None = None,
         deadlines: Deadlines | None = None,
         worker: str = WORKER,
+        trl: Path | None = None,
         seed: int = 0,
         clock: Clock | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class Setting:
         self.started = self.clock.now() if started is None else started
         self.deadlines = deadlines or Deadlines()
         self.worker = worker
+        self.trl = trl  # the command, for a run of the winner from end to end; None: none is made
         self.seed = seed
 
     @property
@@ -88,15 +91,10 @@ class Setting:
         passes: int,
         warm_up_steps: int | None = None,
         turns: bool = False,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> Trial:
-        """A trial of the candidate on the sample, not started yet."""
+        """A trial of the candidate on the sample, not started yet. `options` of TRL win over the candidate's."""
         folder = self.trial_folder(index)
-        options: dict[str, Any] = {
-            change.name: change.value for change in recipe.changes(self.job, self.space, candidate)
-        }
-        options |= recipe.trial_options(
-            sample=str(sample), workers=candidate.workers, output_folder=str(folder / "output")
-        )
         environment: dict[str, str | None] = dict(self.job.launch_environment)
         if candidate.threads is not None:
             environment["OMP_NUM_THREADS"] = str(candidate.threads)
@@ -105,7 +103,7 @@ class Setting:
             purpose=purpose,
             label=self.label(candidate),
             method=self.job.method,
-            config=write_job(self.job, options, {}),
+            config=self.config(candidate, sample, folder / "output", options),
             working_folder=str(self.job_folder),
             datasets_cache=str(self.folder / "cache"),
             threads=candidate.threads,
@@ -116,6 +114,12 @@ class Setting:
             memory_limit_bytes=self.memory_limit_bytes,
         )
         return self._trial(plan, folder)
+
+    def config(self, candidate: Candidate, sample: Path, output: Path, options: Mapping[str, Any] = NO_OPTIONS) -> str:
+        """The YAML of the candidate on the sample: what would be delivered, with what a trial changes."""
+        changes = {change.name: change.value for change in recipe.changes(self.job, self.space, candidate)}
+        of_trial = recipe.trial_options(sample=str(sample), workers=candidate.workers, output_folder=str(output))
+        return write_job(self.job, {**changes, **of_trial, **options}, {})
 
     def again(self, earlier: Trial, *, passes: int) -> Trial:
         """A fresh child of the same candidate, which goes on where the earlier one ended; not started yet."""

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from autotune.plan.space import Candidate
 from autotune.search.confirm import least_seconds, passes_in_a_turn
+from autotune.search.end_to_end import seconds_reserved
 from autotune.search.failures import fail_alike, most_unlike
 from autotune.search.finals import MOST_FINALISTS
 from autotune.search.setting import Setting
@@ -52,15 +53,16 @@ def seconds_to_confirm(setting: Setting, *, baseline: TrialResult | None, best: 
         turn = a_pass.seconds * passes_in_a_turn(arms[-1].passes[0].seconds, a_pass.seconds)
         seconds += ROUNDS_FORESEEN * turn + (arm.startup_seconds or 1.0) + warm_up
     seconds = max(seconds, least_seconds(setting))
-    return min(seconds + seconds_to_check(baseline or best), CONFIRM_SHARE * setting.budget_seconds)
+    return min(seconds + seconds_to_check(setting, baseline or best), CONFIRM_SHARE * setting.budget_seconds)
 
 
-def seconds_to_check(slowest: TrialResult | None) -> float:
+def seconds_to_check(setting: Setting, slowest: TrialResult | None) -> float:
     """What the memory trial, the other checks and the files will take; `slowest` is the baseline where it ran."""
     if slowest is None or not slowest.passes:
         return 0.0
     longest_step = 2.5 * slowest.passes[0].seconds / slowest.passes[0].steps
-    return 2.0 + 2 * (slowest.startup_seconds or 1.0) + 3 * longest_step
+    of_command = seconds_reserved(setting, slowest)
+    return 2.0 + 2 * (slowest.startup_seconds or 1.0) + 3 * longest_step + of_command
 
 
 def _nothing_will_mend(results: list[TrialResult], left: Collection[Candidate]) -> bool:

@@ -10,7 +10,8 @@ from autotune.plan import cost
 from autotune.plan.space import Candidate
 from autotune.search import samples
 from autotune.search.decision import decide
-from autotune.search.found import Found, describe_failure, estimate_of
+from autotune.search.failures import describe_failure
+from autotune.search.found import Found, estimate_of
 from autotune.search.measure import disturbed, keep, measure
 from autotune.search.memory_use import MemoryUse
 from autotune.search.proposals import Proposals

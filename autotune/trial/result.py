@@ -67,6 +67,9 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[float | None, ...] = ()  # of the first steps
     steps: int = 0
     finite_steps: int = 0  # whose loss was a finite number
+    finite_in_a_row: int = 0  # of the last steps, those whose loss and gradient norm were finite numbers
+    warm_up_steps: int = 0  # before the first pass
+    warm_up_seconds: float = 0.0
     actual_attention: str | None = None
     kernel_revision: str | None = None  # the hub kernel's commit, or `local`
     peak_bytes: int | None = None
@@ -74,6 +77,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     busy: bool = False  # others had the cores, and it was not measured again: its rate wins nothing
     startup_seconds: float | None = None  # child start to first optimizer step
     step_seconds: float = 0.0  # inside measured and warm-up steps
+    step_tokens: int = 0  # useful ones, in these steps
     seconds: float = 0.0
 
 

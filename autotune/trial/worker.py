@@ -8,6 +8,7 @@ The trainer is TRL's own, with a callback that writes a line a step and stops th
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import resource
 import sys
@@ -183,6 +184,8 @@ def timed(
             synchronise()
             now = time.perf_counter()
             trainer = self.trainer
+            loss = float(torch.stack(trainer.losses).sum())
+            grad_norm = None if trainer.grad_norm is None else float(trainer.grad_norm)
             useful = trainer._total_train_tokens - self.tokens  # TRL's own `num_tokens`, without waiting for a log
             events.write(
                 Step(
@@ -192,9 +195,10 @@ def timed(
                     micro_batches=trainer.micro_batches,
                     useful_tokens=useful,
                     padding_tokens=trainer.positions - useful,
-                    loss=float(torch.stack(trainer.losses).sum()),
-                    grad_norm=None if trainer.grad_norm is None else float(trainer.grad_norm),
+                    loss=loss,
+                    grad_norm=grad_norm,
                     peak_bytes=peak_bytes(),
+                    finite=math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm)),
                 )
             )
             self.tokens += useful
