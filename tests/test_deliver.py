@@ -354,6 +354,7 @@ def test_the_report_begins_with_the_result_and_has_its_sections_in_order(deliver
         "## In Python",
         "## Still the same training",
         "## What was tried",
+        "## What failed most",
         "## What was out, and why",
         "## Where the time went",
     ]
@@ -475,6 +476,41 @@ def test_a_report_says_when_it_was_interrupted_or_not_confirmed(make_setting: Ma
     assert report_of(setting, found, tmp_path).startswith(
         "# 2.60x (2.51 to 2.69) as fast as yours, not confirmed (interrupted)\n"
     )
+
+
+def test_the_report_shows_the_first_real_traceback_of_the_commonest_failure(
+    make_setting: MakeSetting, tmp_path: Path
+) -> None:
+    setting = make_setting()
+    base = setting.space.baseline
+    rare = trial(setting, 0, base, outcome="oom", where="backward", detail="OutOfMemoryError: CUDA out of memory")
+    eager = msgspec.structs.replace(base, attention="eager")
+    common = [
+        trial(setting, number, eager, outcome="error", where="forward", detail="ValueError: no ```")
+        for number in (1, 2)
+    ]
+    found = msgspec.structs.replace(failed_in(setting), results=(rare, *common))
+    for number in (0, 1, 2):
+        setting.trial_folder(number).mkdir(parents=True, exist_ok=True)
+        (setting.trial_folder(number) / "output.log").write_text(
+            f"noise\nTraceback (most recent call last):\n  File 'of trial {number}', line 1\nValueError: no ```\n"
+            "Traceback (most recent call last):\n  File 'launcher', line 2\nSystemExit: 1\n"
+        )
+    report = report_of(setting, found, tmp_path)
+    section = report.split("## What failed most\n\n")[1].split("\n## ")[0].rstrip()
+    assert section == (
+        "2 of 3 failures, first in #1: an error in forward (ValueError: no ```)\n\n"
+        "````text\nTraceback (most recent call last):\n  File 'of trial 1', line 1\nValueError: no ```\n````"
+    )
+
+
+def test_a_run_without_a_failure_has_no_section_of_them(make_setting: MakeSetting, tmp_path: Path) -> None:
+    setting = make_setting()
+    kept = kept_in(setting)
+    fine = tuple(one for one in kept.results if one.outcome in ("ok", "pruned"))
+    report = report_of(setting, msgspec.structs.replace(kept, results=fine), tmp_path)
+    assert "## What was tried" in report
+    assert "What failed most" not in report
 
 
 def test_the_time_of_earlier_sessions_is_not_counted_with_this_ones(make_setting: MakeSetting, tmp_path: Path) -> None:

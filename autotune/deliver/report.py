@@ -12,6 +12,7 @@ from autotune.probe.machine import describe
 from autotune.search.failures import describe_failure
 from autotune.search.found import Found, why_kept
 from autotune.search.setting import Setting
+from autotune.trial.failures import first_traceback
 from autotune.trial.result import TrialResult
 
 
@@ -25,6 +26,7 @@ def report(setting: Setting, found: Found, changes: list[Change], *, seconds: fl
         _python(setting, changes),
         _same(found),
         _tried(setting, found),
+        _failed(setting, found),
         _out(setting, found),
         _time(found, seconds),
     ]
@@ -191,6 +193,29 @@ def _outcome(result: TrialResult) -> str:
     if result.outcome == "pruned":
         return "stopped early: it could not reach the best"
     return describe_failure(result)
+
+
+def _failed(setting: Setting, found: Found) -> str:
+    """The commonest failure with the traceback of its first trial, as that trial printed it."""
+    failed = [one for one in found.results if one.outcome in ("oom", "error", "killed", "hung")]
+    if not failed:
+        return ""
+    reasons = [describe_failure(one) for one in failed]
+    reason = max(reasons, key=reasons.count)
+    first = failed[reasons.index(reason)]
+    log = setting.trial_folder(first.index) / "output.log"
+    said = log.read_text(errors="replace") if log.exists() else ""
+    traceback = first_traceback(said, of=first.detail)
+    times = f"{reasons.count(reason)} of {len(failed)} failures" if len(failed) > 1 else "the only failure"
+    lines = ["## What failed most", "", f"{times}, first in #{first.index}: {_plain(reason)}"]
+    if traceback is not None:
+        fence = "````" if "```" in traceback else "```"
+        lines += ["", f"{fence}text", traceback, fence]
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _out(setting: Setting, found: Found) -> str:

@@ -24,6 +24,7 @@ from autotune.search.checking import Checking
 from autotune.search.gates import Gate
 from autotune.search.measure import POLL_SECONDS, finished
 from autotune.search.setting import Setting
+from autotune.trial.failures import read_log
 from autotune.trial.result import TrialResult, joined
 from autotune.trial.runner import environment_difference
 
@@ -156,7 +157,8 @@ def _read(child: Child, *, seconds: float) -> Ran:
     runtime = re.findall(NUMBER % "train_runtime", said)
     if child.ending().exit_code == 0 and tokens and runtime:
         return Ran(float(tokens[-1]) / float(runtime[-1]), seconds)
-    return Ran(None, seconds, last_error(log))
+    error = read_log(said)
+    return Ran(None, seconds, error[1] if error is not None else last_error(log))
 
 
 def _environment(setting: Setting) -> dict[str, str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 from autotune.child import Ending, write_whole
 from autotune.children import Child, Children, last_error
 from autotune.events import AnyEvent, EventReader, Finished, Hello, Outcome, PassEnd, Phase, Step
+from autotune.trial.failures import read_log
 from autotune.trial.result import Purpose
 
 
@@ -239,9 +241,13 @@ def classify_ending(ending: Ending, place: str, log: Path, plan: TrialPlan) -> t
         )
     if ending.signal == 9 and ending.machine_oom_kills > 0:
         return "oom", place, f"the kernel killed it for memory at {ending.peak_resident_bytes / 1e9:.2f} GB"
+    said = read_log(log.read_text(errors="replace")) if log.exists() else None
     if ending.signal is not None:
+        if said is not None and said[0] != "error" and ending.signal != signal.SIGKILL:
+            return said[0], place, f"{said[1]} ({ending.by_signal})"
         return "killed", place, ending.by_signal
-    return "error", place, f"exit code {ending.exit_code}: {last_error(log)}"
+    outcome, words = said or ("error", last_error(log))
+    return outcome, place, f"exit code {ending.exit_code}: {words}"
 
 
 def environment_difference(wanted: Mapping[str, str], present: Mapping[str, str]) -> dict[str, str | None]:

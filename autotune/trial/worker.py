@@ -1,7 +1,7 @@
 """What a trial really does: TRL's own parser and `main`, timed. The only code that trains.
 
-Runs in a child. It imports nothing of this project but the events and how a kernel's revision is found, so that what
-is timed is TRL and not the tuner.
+Runs in a child. It imports nothing of this project but the events, the words of failures and how a kernel's revision
+is found, so that what is timed is TRL and not the tuner.
 The trainer is TRL's own, with a callback that writes a line a step and stops the training; nothing is saved.
 """
 
@@ -20,22 +20,11 @@ from typing import Any
 
 from autotune.events import PROTOCOL, EventWriter, Finished, Hello, Outcome, PassEnd, Phase, Step
 from autotune.kernel_revision import kernel_revision
+from autotune.trial.failures import outcome_of_error
 
 TURN_POLL_SECONDS = 0.1  # a trial that waits must not be felt by the one that runs
 
 TRAINERS = {"sft": "SFTTrainer"}
-
-# What an out-of-memory error says besides `torch.OutOfMemoryError` and `MemoryError`: cuBLAS and cuDNN handles,
-# driver-level failures, Triton's shared memory and the CPU allocator have wordings of their own.
-OUT_OF_MEMORY_WORDS = (
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "OutOfResources",
-    "can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "Cannot allocate memory",
-)
 
 
 class TrialOver(BaseException):
@@ -239,7 +228,7 @@ def timed(
 def classify(error: BaseException) -> tuple[Outcome, str | None, str]:
     """Outcome, where it happened, and the first line of what was said; of the memory that ran out, where an error
     was raised because of that."""
-    told = next((one for one in _with_causes(error) if _says_out_of_memory(one)), None)
+    told = next((one for one in _with_causes(error) if outcome_of_error(one) != "error"), None)
     said = (str(told or error).strip().splitlines() or [""])[0]
     detail = f"{type(told or error).__name__}: {said}"[:500]
     frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
@@ -257,7 +246,7 @@ def classify(error: BaseException) -> tuple[Outcome, str | None, str]:
         ),
         None,
     )
-    return ("oom" if told is not None else "error"), where, detail
+    return outcome_of_error(told or error), where, detail
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -265,16 +254,6 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ if error.__suppress_context__ else error.__context__
-
-
-def _says_out_of_memory(error: BaseException) -> bool:
-    import torch
-
-    return (
-        isinstance(error, torch.OutOfMemoryError | MemoryError)
-        or type(error).__name__ == "OutOfResources"
-        or any(words in str(error) for words in OUT_OF_MEMORY_WORDS)
-    )
 
 
 def peak_bytes() -> int:
