@@ -187,7 +187,7 @@ def test_the_largest_space_can_be_counted_out_and_put_in_order(read: Read) -> No
     memory = MemoryModel(data, QWEN_0_6B, job, machine)
     proposals = Proposals(
         space,
-        lambda one: cost.seconds_per_token(one, data, QWEN_0_6B, machine),
+        cost.CostModel(data, QWEN_0_6B, machine).terms,
         room=lambda one: room(memory.estimate(one), 140 * 10**9),
     )
     assert 0 < proposals.left <= space.size

@@ -1,41 +1,59 @@
-"""In what order candidates are tried: first by prediction, then around the best, then as Optuna's TPE proposes."""
+"""In what order candidates are tried: as the fitted prediction says, and when it has nothing more to gain, as Optuna's
+TPE proposes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from autotune.plan.checkpointing import keeps_at_least
+from autotune.plan.cost import Terms
 from autotune.plan.memory_room import Room
-from autotune.plan.space import Candidate, Space
+from autotune.plan.space import GRADES, Candidate, Space
+from autotune.search.cost_fit import Checked, CostFit, Predicted, expected_gain
 from autotune.search.failures import fail_alike, most_unlike
 from autotune.trial.result import TrialResult
 
 if TYPE_CHECKING:
     import optuna
 
-MOST_PREDICTED = 6  # arrangements tried on prediction alone
+MOST_PREDICTED = 6  # arrangements tried on the prediction's constants alone, as long as nothing ran
 # How much more one holds than another that differs on these is not known
 DECIDE_MEMORY_TOO = ("layer_kernels", "torch_compile", "activation_offloading", "optimizer", "dtype")
 
 PREDICTED_WITHIN = 1.6  # of the best prediction; the constants of a prediction are no better than that
+SHORTLIST = 96  # candidates whose errors are looked at, those predicted best
+OF_EACH_CHOICE = 2  # beside them, the best predicted that fit with each choice of each axis
+LOOKED_AT = 24  # for these, before a choice is taken to fit nowhere
+NOTHING_TO_GAIN = 0.002  # expected gain below which TPE decides: the fit may err in what it does not look at
+EQUAL = 0.004  # gains that differ by less are equal: the one that changes less comes first
 TPE_ASKS = 40  # repeats that TPE may propose before the best predicted one left is taken
+
+
+class Scored(NamedTuple):
+    """A candidate with its prediction and what trying it is expected to gain, as a share of the best rate."""
+
+    candidate: Candidate
+    predicted: Predicted
+    gain: float
 
 
 class Proposals:
     """The next candidate to try, given all that was measured.
 
-    The same seed and the same results in the same order give the same proposals. `predict` gives seconds per useful
-    token of a candidate; `room` says whether there is memory for it: what is tight is tried last, and what there is
-    none for is not tried while its estimate says so.
+    The same seed and the same results in the same order give the same proposals. `predict` gives the terms of a
+    candidate's seconds per useful token, or these seconds themselves; `room` says whether there is memory for it: what
+    is tight is tried last, and what there is none for is not tried while its estimate says so.
     """
 
     def __init__(
         self,
         space: Space,
-        predict: Callable[[Candidate], float],
+        predict: Callable[[Candidate], Terms | float],
         *,
         room: Callable[[Candidate], Room] = lambda _candidate: Room("fits"),
         seed: int = 0,
@@ -43,15 +61,16 @@ class Proposals:
         self._space = space
         self._room = room
         self._seed = seed
-        candidates = list(space.candidates())
-        predicted = {candidate: predict(candidate) for candidate in candidates}
         base = space.baseline
+        self._terms = {candidate: _as_terms(predict(candidate)) for candidate in space.candidates()}
+        self._fit = CostFit(self._terms.__getitem__, base)
+        seconds = {candidate: terms.seconds for candidate, terms in self._terms.items()}
         # between equal predictions the one that changes less
-        self._open = sorted(candidates, key=lambda one: (predicted[one], one.differences(base)))
-        self._predicted = predicted
+        self._open = dict.fromkeys(sorted(self._terms, key=lambda one: (seconds[one], one.differences(base))))
         self._results: dict[Candidate, TrialResult] = {}
         self._ruled_out: dict[Candidate, str] = {}
-        self._first = self._best_of_each_arrangement()
+        self._scored: list[Scored] | None = None  # of the results so far, the most promising first
+        self._first = self._best_of_each_arrangement(seconds)
 
     @property
     def ruled_out(self) -> dict[Candidate, str]:
@@ -64,41 +83,103 @@ class Proposals:
     @property
     def left(self) -> int:
         """How many have been neither tried nor ruled out."""
-        return len(self.candidates_left)
+        return len(self.candidates_left())
 
     @property
+    def checked(self) -> list[Checked]:
+        """What was predicted of each trial before it ran, and what it gave."""
+        return self._fit.checked
+
     def candidates_left(self) -> list[Candidate]:
-        """Those that have been neither tried nor ruled out, the best predicted first."""
+        """Those that have been neither tried nor ruled out, the best predicted first; looks at each of them."""
         return [candidate for candidate in self._open if self._room_of(candidate).verdict != "none"]
 
     def tell(self, result: TrialResult) -> None:
         """A trial has ended. One that ran out of memory rules out those that need at least as much."""
         self._results[result.candidate] = result
-        self._open = [candidate for candidate in self._open if candidate != result.candidate]
+        self._open.pop(result.candidate, None)
+        self._fit.tell(result)
+        self._scored = None
         if result.outcome == "oom":
             for candidate in list(self._open):
                 if needs_as_much_memory(candidate, result.candidate):
-                    self._open.remove(candidate)
+                    del self._open[candidate]
                     self._ruled_out[candidate] = f"needs at least the memory of #{result.index}, which ran out"
+
+    def expected_gain(self) -> float | None:
+        """What the most promising candidate is expected to gain, as a share of the best rate so far; None where that
+        is not known, as nothing ran or nothing is left."""
+        scored = self._promising()
+        return scored[0].gain if scored else None
 
     def next(self) -> tuple[Candidate, str] | None:
         """A candidate and why it is tried now, or None when all are done."""
-        verdicts = {candidate: self._room_of(candidate).verdict for candidate in self._open}
-        fitting = [candidate for candidate in self._open if verdicts[candidate] == "fits"]
-        tight = [candidate for candidate in self._open if verdicts[candidate] == "tight"]
-        if not fitting:
-            return (tight[0], "may not fit in memory: tried last") if tight else None
+        first_fitting = next(self._fitting(self._open), None)
+        if first_fitting is None:
+            tight = next((one for one in self._open if self._room_of(one).verdict == "tight"), None)
+            return (tight, "may not fit in memory: tried last") if tight is not None else None
         results = list(self._results.values())
-        if fail_alike(results) and (unlike := most_unlike(results, fitting)) is not None:
+        if fail_alike(results) and (unlike := most_unlike(results, list(self._fitting(self._open)))) is not None:
             return unlike, "differs from all that failed"
-        while self._first:
-            candidate = self._first.pop(0)
-            if candidate in fitting:
-                return candidate, "predicted among the fastest"
-        neighbour = self._neighbour_of_best(fitting)
-        if neighbour is not None:
-            return neighbour, "one step from the best so far"
-        return self._ask_optuna(fitting)
+        scored = self._promising()
+        if not scored:  # nothing ran
+            while self._first:
+                candidate = self._first.pop(0)
+                if candidate in self._open and self._room_of(candidate).verdict == "fits":
+                    return candidate, "predicted among the fastest"
+            return first_fitting, "best prediction left"
+        if scored[0].gain >= NOTHING_TO_GAIN:
+            return scored[0].candidate, self._why(scored[0])
+        return self._ask_optuna(scored)
+
+    def _promising(self) -> list[Scored]:
+        """The shortlist with what each is expected to gain, the most promising first; of equal gains the safer grade
+        and the fewer changes. Empty as long as nothing ran."""
+        if self._scored is not None:
+            return self._scored
+        best = self._best()
+        if best is None:
+            return []
+        reached, spread, space = self._fit.predict(best.candidate), self._fit.spread, self._space
+        found = []
+        for candidate in self._shortlist():
+            predicted = self._fit.predict(candidate)
+            found.append(Scored(candidate, predicted, expected_gain(reached, predicted, spread=spread)))
+        found.sort(
+            key=lambda one: (
+                -round(one.gain / EQUAL),
+                GRADES.index(space.grade(one.candidate)),
+                one.candidate.differences(space.baseline),
+                -one.gain,
+            )
+        )
+        self._scored = found
+        return found
+
+    def _shortlist(self) -> list[Candidate]:
+        """The best predicted that fit, and of each choice of each axis its best."""
+        seconds = {one: self._fit.log_seconds(one, self._terms[one]) for one in self._open}
+        ranked = sorted(self._open, key=seconds.__getitem__)
+        chosen = dict.fromkeys(itertools.islice(self._fitting(ranked), SHORTLIST))
+        if len(chosen) == SHORTLIST:
+            for axis in self._space.axes:
+                of_value: dict[Any, list[Candidate]] = {}
+                for candidate in ranked:
+                    of_value.setdefault(getattr(candidate, axis.name), []).append(candidate)
+                for these in of_value.values():
+                    chosen |= dict.fromkeys(itertools.islice(self._fitting(these[:LOOKED_AT]), OF_EACH_CHOICE))
+        return list(chosen)
+
+    def _fitting(self, candidates: Any) -> Iterator[Candidate]:
+        return (candidate for candidate in candidates if self._room_of(candidate).verdict == "fits")
+
+    def _why(self, scored: Scored) -> str:
+        best = self._best()
+        assert best is not None
+        reached = self._fit.predict(best.candidate)
+        ratio = math.exp(reached.log_seconds - scored.predicted.log_seconds)
+        off = math.expm1(scored.predicted.deviation * self._fit.spread)
+        return f"predicted {ratio:.2f}x the best so far, give or take {off:.0%}"
 
     def _room_of(self, candidate: Candidate) -> Room:
         """An estimate neither rules out nor puts off the baseline, nor what needs no more than something that ran."""
@@ -112,28 +193,22 @@ class Proposals:
             return Room("fits")
         return found
 
-    def _best_of_each_arrangement(self) -> list[Candidate]:
+    def _best_of_each_arrangement(self, seconds: dict[Candidate, float]) -> list[Candidate]:
         """The best predicted candidate of each arrangement, since the prediction is least sure between those."""
-        chosen: dict[Any, Candidate] = {}
-        fitting = [candidate for candidate in self._open if self._room_of(candidate).verdict == "fits"]
-        for candidate in fitting or self._open:
-            chosen.setdefault(candidate.arrangement, candidate)
-        ordered = list(chosen.values())
-        limit = self._predicted[ordered[0]] * PREDICTED_WITHIN
-        return [candidate for candidate in ordered if self._predicted[candidate] <= limit][:MOST_PREDICTED]
+        of_arrangement: dict[Any, list[Candidate]] = {}
+        for candidate in self._open:
+            of_arrangement.setdefault(candidate.arrangement, []).append(candidate)
+        chosen = [next(self._fitting(these), None) for these in of_arrangement.values()]
+        ordered = sorted((one for one in chosen if one is not None), key=lambda one: seconds[one])
+        ordered = ordered or [these[0] for these in of_arrangement.values()]
+        limit = seconds[ordered[0]] * PREDICTED_WITHIN
+        return [candidate for candidate in ordered if seconds[candidate] <= limit][:MOST_PREDICTED]
 
     def _best(self) -> TrialResult | None:
         rated = [result for result in self._results.values() if result.outcome == "ok" and result.rate]
-        return max(rated, key=lambda result: result.rate or 0.0, default=None)
+        return max(rated, key=lambda result: (not result.busy, result.rate or 0.0), default=None)
 
-    def _neighbour_of_best(self, fitting: list[Candidate]) -> Candidate | None:
-        best = self._best()
-        if best is None:
-            return None
-        near = [candidate for candidate in fitting if candidate.differences(best.candidate) == 1]
-        return min(near, key=lambda one: self._predicted[one], default=None)
-
-    def _ask_optuna(self, fitting: list[Candidate]) -> tuple[Candidate, str]:
+    def _ask_optuna(self, scored: list[Scored]) -> tuple[Candidate, str]:
         import optuna  # 0.4 s
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -147,17 +222,16 @@ class Proposals:
         }
         for result in self._results.values():
             study.add_trial(self._as_optuna(result, distributions))
-        open_candidates = set(fitting)
         for _ in range(TPE_ASKS):
             trial = study.ask(distributions)  # type: ignore[arg-type]
             candidate = msgspec.structs.replace(
                 self._space.baseline,
                 **{axis.name: axis.choices[trial.params[axis.name]].value for axis in self._space.axes},
             )
-            if candidate in open_candidates:
+            if candidate in self._open and self._room_of(candidate).verdict == "fits":
                 return candidate, "proposed by TPE"
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        return fitting[0], "best prediction left"
+        return scored[0].candidate, "best prediction left"
 
     def _as_optuna(self, result: TrialResult, distributions: Any) -> optuna.trial.FrozenTrial:
         import optuna
@@ -167,7 +241,11 @@ class Proposals:
             for axis in self._space.axes
         }
         rate = result.rate if result.outcome == "ok" else result.partial_rate
-        if rate is None:  # a failed trial has no score, and TPE learns nothing from it
+        if result.outcome == "oom":  # pruned before its first figure: the worst there is, for TPE
+            return optuna.trial.create_trial(
+                params=params, distributions=distributions, state=optuna.trial.TrialState.PRUNED
+            )
+        if rate is None:  # another failure has no score, and TPE learns nothing from it
             return optuna.trial.create_trial(
                 params=params, distributions=distributions, state=optuna.trial.TrialState.FAIL
             )
@@ -179,6 +257,10 @@ class Proposals:
                 intermediate_values={1: rate},
             )
         return optuna.trial.create_trial(params=params, distributions=distributions, value=rate)
+
+
+def _as_terms(predicted: Terms | float) -> Terms:
+    return predicted if isinstance(predicted, Terms) else Terms(predicted)
 
 
 def needs_as_much_memory(candidate: Candidate, failed: Candidate) -> bool:

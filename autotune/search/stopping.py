@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from autotune.plan.space import Candidate
 from autotune.search.confirm import least_seconds, passes_in_a_turn
@@ -26,9 +26,10 @@ def reason_to_stop(
     *,
     baseline: TrialResult | None,
     best: TrialResult | None,
-    left: Collection[Candidate],
+    left: Callable[[], Collection[Candidate]],
 ) -> str | None:
-    """Why no further candidate is tried, in words; None while the search goes on. `left` may still be tried."""
+    """Why no further candidate is tried, in words; None while the search goes on. `left` tells who may be
+    tried."""
     if setting.trial_limit is not None and len(results) >= setting.trial_limit:
         return f"the limit of {setting.trial_limit} trial{'s' if setting.trial_limit > 1 else ''} is reached"
     a_trial = max((result.seconds for result in results[-5:]), default=5.0)
@@ -65,11 +66,11 @@ def seconds_to_check(setting: Setting, slowest: TrialResult | None) -> float:
     return 2.0 + 2 * (slowest.startup_seconds or 1.0) + 3 * longest_step + of_command
 
 
-def _nothing_will_mend(results: list[TrialResult], left: Collection[Candidate]) -> bool:
+def _nothing_will_mend(results: list[TrialResult], left: Callable[[], Collection[Candidate]]) -> bool:
     """Whether nothing ran, all say the same, and who is left has all that those have in common."""
     if len(results) > 1 and all(one.outcome == "oom" and one.where in BEFORE_A_STEP for one in results):
         return True  # what is loaded does not depend on the setting
-    return len(results) >= SAME_FAILURES and fail_alike(results) and most_unlike(results, left) is None
+    return len(results) >= SAME_FAILURES and fail_alike(results) and most_unlike(results, left()) is None
 
 
 def _trials_without_gain(results: list[TrialResult]) -> int:

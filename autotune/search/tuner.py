@@ -6,7 +6,7 @@ import msgspec
 
 from autotune.errors import NoTrialFinishedError
 from autotune.events import BestChanged, RunOutcome
-from autotune.plan import cost
+from autotune.plan.cost import CostModel
 from autotune.plan.space import Candidate
 from autotune.search import samples
 from autotune.search.decision import decide
@@ -38,7 +38,7 @@ class Tuner:
         self._memory_use = MemoryUse(setting)
         self._proposals = Proposals(
             setting.space,
-            lambda candidate: cost.seconds_per_token(candidate, setting.data, setting.model, setting.machine),
+            CostModel(setting.data, setting.model, setting.machine).terms,
             room=self._memory_use.room,
             seed=setting.seed,
         )
@@ -87,7 +87,7 @@ class Tuner:
             record.results,
             baseline=record.baseline,
             best=record.best,
-            left=self._proposals.candidates_left,
+            left=self._proposals.candidates_left,  # looked at only where nothing ran
         )
 
     def _run_baseline(self) -> None:
