@@ -17,7 +17,7 @@ from autotune.child import write_whole
 from autotune.errors import AutotuneError
 from autotune.events import EventReader, RunFinished, RunStarted
 from autotune.job import Job
-from autotune.plan.space import Space
+from autotune.plan.space import Candidate, Space
 from autotune.probe.lengths import Lengths
 from autotune.probe.machine import Machine
 from autotune.probe.model import ModelShape
@@ -27,6 +27,18 @@ from autotune.trial.runner import to_json
 RUNS = "autotune-runs"
 LOCK = ".lock"
 SCHEMA = 2  # 1: a candidate's `checkpointing` was true or false
+
+
+class Earlier(msgspec.Struct, frozen=True):
+    """What an earlier run of the job found: its folder's name, its pick as this run's space has it and in words, and
+    how much faster than the user's own it was; None where it found nothing faster. `changed` are the things that are
+    otherwise now, in words."""
+
+    run: str
+    candidate: Candidate
+    label: str
+    speedup: float | None = None
+    changed: tuple[str, ...] = ()
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +54,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     trial_limit: int | None
     memory_limit_bytes: int | None
     seed: int = 0
+    earlier: Earlier | None = None
 
 
 def check_new(folder: Path) -> None:

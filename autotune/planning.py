@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from autotune import earlier
 from autotune import folder as run_folder
 from autotune.children import Children
 from autotune.deliver import wording
@@ -130,6 +131,12 @@ def prepare(
         trial_limit=options.trial_limit,
         memory_limit_bytes=memory_limit,
     )
+    if not machine.what_if:
+        prepared = msgspec.structs.replace(
+            prepared, earlier=earlier.find(prepared, space, options.folder / run_folder.RUNS)
+        )
+    if prepared.earlier is not None:
+        note(emit, "plan", earlier.line(prepared.earlier))
     return Plan(prepared=prepared, data=data, space=space)
 
 
@@ -233,6 +240,7 @@ def setting_of(plan: Plan, folder: Path, children: Children, *, emit: Listener, 
         started=started,
         seed=prepared.seed,
         trl=command_here(),
+        earlier=prepared.earlier,
     )
 
 

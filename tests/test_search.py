@@ -15,6 +15,7 @@ from autotune import folder as run_folder
 from autotune.children import Children
 from autotune.errors import NoTrialFinishedError
 from autotune.events import AnyEvent, BestChanged, Note, TrialFinished, TrialStarted
+from autotune.folder import Earlier
 from autotune.job import Job, read_job
 from autotune.plan.axes import build_space
 from autotune.plan.data import Data
@@ -94,6 +95,7 @@ class Run:
         (folder / "table.json").write_text(json.dumps(table))
         options: dict[str, Any] = {"space": material.space, "budget_seconds": 300.0, "emit": self.said.append} | changes
         earlier = options.pop("earlier", [])
+        options["earlier"] = options.pop("earlier_run", None)
         setting = Setting(
             job=material.job,
             machine=MACHINE,
@@ -683,6 +685,59 @@ def test_a_trial_that_is_interrupted_while_it_is_measured_again_is_kept_and_wins
     assert found.results[1].rate == pytest.approx(2 * RATE)
     assert found.winner == material.space.baseline
     assert [(one.index, one.busy) for one in run_folder.results(folder)] == [(0, False), (1, True)]
+
+
+EARLIER_RULES: list[Rule] = [
+    {"if": BFD_128, "seconds": 0.8},
+    {"if": {"num_cpu_threads_per_process": 2}, "seconds": 0.7},
+    {"if": {"gradient_checkpointing": True}, "seconds": 1.4},
+]
+
+
+def earlier_run(material: Material, **changes: Any) -> Earlier:
+    """A run that found the best of `EARLIER_RULES`."""
+    rows = next(one.value for one in material.space.axis("arrangement").choices if one.value.row_length == 128)
+    pick = msgspec.structs.replace(material.space.baseline, arrangement=rows, checkpointing="off", threads=2)
+    return Earlier(**({"run": "one", "candidate": pick, "label": str(pick), "speedup": 2.5} | changes))
+
+
+def test_a_search_of_an_unchanged_job_measures_the_earlier_pick_again_and_little_else(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    earlier = earlier_run(material)
+    run = Run(material, children, tmp_path / "run", EARLIER_RULES, earlier_run=earlier)
+    found = run.search()
+    assert (found.outcome, found.winner) == ("improved", earlier.candidate)
+    assert found.speedup is not None
+    assert found.speedup.value == pytest.approx(1.4 / (0.8 * 0.7))
+    assert found.results[1].candidate == earlier.candidate
+    assert found.confirmed_rounds >= FEWEST_ROUNDS
+    assert 4 <= len(found.results) <= 6  # yours, the pick, and two to four others
+    assert any(text.startswith("what the earlier run found still holds, after ") for text in run.notes())
+
+
+@pytest.mark.parametrize("changes", [{"changed": ("the data (other lengths)",)}, {"speedup": 4.0}])
+def test_a_search_goes_on_where_the_job_has_changed_or_the_pick_is_not_what_it_was(
+    material: Material, children: Children, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    earlier = earlier_run(material, **changes)
+    run = Run(material, children, tmp_path / "run", EARLIER_RULES, earlier_run=earlier)
+    found = run.search()
+    assert found.winner == earlier.candidate
+    assert found.results[1].candidate == earlier.candidate
+    assert not any(text.startswith("what the earlier run found still holds") for text in run.notes())
+
+
+def test_an_earlier_pick_that_no_longer_runs_is_not_taken_over(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    earlier = earlier_run(material)
+    failing: Rule = {"if": {**BFD_128, "num_cpu_threads_per_process": 2}, "fail": "error", "detail": "no"}
+    run = Run(material, children, tmp_path / "run", [failing, *EARLIER_RULES], earlier_run=earlier)
+    found = run.search()
+    assert found.results[1].candidate == earlier.candidate
+    assert found.winner != earlier.candidate
+    assert found.outcome == "improved"
 
 
 def test_a_trial_without_a_whole_result_is_run_again(

@@ -10,6 +10,7 @@ import msgspec
 
 from autotune.children import Children
 from autotune.events import AnyEvent
+from autotune.folder import Earlier
 from autotune.job import Job, write_job
 from autotune.plan import recipe
 from autotune.plan.data import Data
@@ -48,6 +49,7 @@ class Setting:
         deadlines: Deadlines | None = None,
         worker: str = WORKER,
         trl: Path | None = None,
+        earlier: Earlier | None = None,
         seed: int = 0,
         clock: Clock | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class Setting:
         self.budget_seconds = budget_seconds
         self.trial_limit = trial_limit
         self.memory_limit_bytes = memory_limit_bytes
+        self.earlier = earlier  # what a run before found: tried first
         self.clock = clock or Clock()
         self.started = self.clock.now() if started is None else started
         self.deadlines = deadlines or Deadlines()

@@ -58,7 +58,7 @@ class Tuner:
             self._run_baseline()
             while True:
                 stop = self._reason_to_stop()
-                proposal = None if stop else self._proposals.next()
+                proposal = None if stop else self._next()
                 if proposal is None:
                     self.record.note(stop or "every allowed candidate was tried")
                     break
