@@ -18,6 +18,7 @@ from autotune.search.proposals import Proposals
 from autotune.search.record import Record
 from autotune.search.samples import Sample
 from autotune.search.setting import Setting
+from autotune.search.start import first_candidate, settled
 from autotune.search.stopping import reason_to_stop
 from autotune.trial.result import TrialResult
 
@@ -80,6 +81,9 @@ class Tuner:
             )
         return self.found()
 
+    def _next(self) -> tuple[Candidate, str] | None:
+        return first_candidate(self.setting, self.record.results) or self._proposals.next()
+
     def _reason_to_stop(self) -> str | None:
         record = self.record
         return reason_to_stop(
@@ -88,6 +92,12 @@ class Tuner:
             baseline=record.baseline,
             best=record.best,
             left=self._proposals.candidates_left,  # looked at only where nothing ran
+        ) or settled(
+            self.setting,
+            record.results,
+            baseline=record.baseline,
+            best=record.best,
+            expected_gain=self._proposals.expected_gain,
         )
 
     def _run_baseline(self) -> None:
