@@ -32,6 +32,7 @@ from autotune.probe.model import ModelShape, probe_model
 from autotune.probe.overrides import asked_precision, precision_to_add
 from autotune.search.end_to_end import command_here
 from autotune.search.setting import Setting
+from autotune.search.start import MOST_OTHERS
 from autotune.session import Options
 
 DEFAULT_BUDGET_SECONDS = 600.0
@@ -219,6 +220,8 @@ def estimated_seconds(plan: Plan) -> float:
     per_token = cost.seconds_per_token(space.baseline, plan.data, prepared.model, prepared.machine)
     a_trial = 3.0 + 12 * per_token * space.tokens_per_step
     trials = min(space.size, prepared.trial_limit or space.size)
+    if prepared.earlier is not None and not prepared.earlier.changed:
+        trials = min(trials, 2 + MOST_OTHERS)
     return min(prepared.budget_seconds, a_trial * (trials + 6))
 
 

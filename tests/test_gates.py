@@ -19,18 +19,18 @@ from autotune.plan.axes import build_space
 from autotune.plan.data import Data
 from autotune.plan.space import OFFERED, Arrangement, Candidate
 from autotune.probe.lengths import measure_lengths
-from autotune.search import end_to_end
+from autotune.search import end_to_end, samples
 from autotune.search.checking import Checking
 from autotune.search.end_to_end import run_end_to_end
 from autotune.search.gates import FINITE_STEPS, holds_longest_rows, stays_finite
-from autotune.search.measure import finite_in_a_row
+from autotune.search.measure import finite_in_a_row, measure
 from autotune.search.parity import parity
 from autotune.search.samples import Sample
 from autotune.search.setting import Setting
 from autotune.trial.result import Pass, TrialResult
 from tests import parts, tiny
 from tests.fake_workers import write_table
-from tests.processes import alive, eventually, read_numbers
+from tests.processes import alive, eventually, marked, read_numbers
 
 GIB = 2**30
 
@@ -437,3 +437,51 @@ def test_the_budget_ends_a_command_that_takes_longer_and_nothing_is_held_against
     checks.setting.seconds_left = lambda: left() if time.monotonic() < ends else 0.0  # type: ignore[method-assign]
     gate = by_command(checks)
     assert (gate.passed, gate.value, gate.detail) == (True, None, "not run to its end: no time was left")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_real_command_is_run_on_the_documents_of_the_trial_and_agrees_with_it(
+    children: Children, tmp_path: Path
+) -> None:
+    tiny.make_model(tmp_path / "model")
+    rows = [{"text": tiny.words(20 + index % 40, seed=index)} for index in range(64)]
+    tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "sft.yaml").write_text(
+        "model_name_or_path: model\ndatasets:\n  - path: json\n    data_files: rows.jsonl\n"
+        "output_dir: out\nmax_length: 128\nuse_cpu: true\nbf16: false\nlogging_steps: 1\nsave_steps: 1\n"
+    )
+    job = read_job(
+        "sft", ["--config", "sft.yaml"], folder=tmp_path, children=children, accelerator=False, cpu_bf16=False
+    )
+    data = Data(job, measure_lengths(job.resolved, folder=tmp_path, children=children))
+    here = parts.cpu_machine()
+    run = tmp_path / "run"
+    run.mkdir()
+    setting = Setting(
+        job=job,
+        machine=here,
+        model=parts.SHAPE,
+        data=data,
+        space=build_space(job, here, data, allowed=OFFERED),
+        children=children,
+        folder=run,
+        emit=lambda _event: None,
+        budget_seconds=300.0,
+        trl=end_to_end.command_here(),
+    )
+    sample = samples.draw(setting, samples.first_pass_steps(setting))
+    winner = setting.space.baseline
+    result = measure(setting, 0, winner, sample, reason="", best=None, baseline_rate=None)
+    numbers = itertools.count(1)
+    checking = Checking(setting, sample, lambda: next(numbers), like=result)
+    gate = run_end_to_end(winner, result, None, checking)
+    assert gate is not None
+    assert gate.value is not None, gate.detail
+    assert 0.3 < gate.value < 3.0, gate.detail  # of a busy machine; that it passes is the gate's own rule
+    log = (run / "trial-0001" / "output.log").read_text()
+    assert "train_runtime" in log
+    assert "num_tokens" in log
+    assert not (tmp_path / "out").exists()
+    assert not (run / "trial-0001" / "output").exists()  # where `trl` saves the model at its end
+    assert marked(str(run)) == []

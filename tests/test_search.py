@@ -698,7 +698,7 @@ def earlier_run(material: Material, **changes: Any) -> Earlier:
     """A run that found the best of `EARLIER_RULES`."""
     rows = next(one.value for one in material.space.axis("arrangement").choices if one.value.row_length == 128)
     pick = msgspec.structs.replace(material.space.baseline, arrangement=rows, checkpointing="off", threads=2)
-    return Earlier(**({"run": "one", "candidate": pick, "label": str(pick), "speedup": 2.5} | changes))
+    return msgspec.structs.replace(Earlier("one", pick, str(pick), speedup=2.5), **changes)
 
 
 def test_a_search_of_an_unchanged_job_measures_the_earlier_pick_again_and_little_else(

@@ -100,7 +100,8 @@ def run_end_to_end(
 
 
 def _run(setting: Setting, index: int, winner: Candidate, sample: Path, steps: int, foreseen: float) -> Ran | None:
-    """The command, watched; None where the budget ended it."""
+    """The command, watched; None where the budget ended it. It is ended once it has told its rate: what `trl` does
+    after that is to save the model."""
     assert setting.trl is not None
     folder = setting.trial_folder(index)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,12 +125,13 @@ def _run(setting: Setting, index: int, winner: Candidate, sample: Path, steps: i
     )
     hung = no_time = False
     try:
-        while child.alive() and not (hung or no_time):
+        while child.alive() and not (hung or no_time) and _rate_told(child) is None:
             setting.clock.sleep(POLL_SECONDS)
             no_time = setting.seconds_left() <= 0
             hung = setting.clock.now() > until
     finally:
         child.kill()
+        shutil.rmtree(folder / "output", ignore_errors=True)
     ran = _read(child, seconds=setting.clock.now() - began)
     if ran.rate is None and hung:
         ran = msgspec.structs.replace(ran, failure=f"it was not done in {ran.seconds:.0f} s, {foreseen:.0f} s foreseen")
@@ -151,14 +153,29 @@ def _run(setting: Setting, index: int, winner: Candidate, sample: Path, steps: i
 
 def _read(child: Child, *, seconds: float) -> Ran:
     """What the command said, once it has ended."""
+    rate = _rate_told(child)
+    if rate is not None:
+        return Ran(rate, seconds)
     log = child.folder / "output.log"
-    said = log.read_text(errors="replace") if log.exists() else ""
-    tokens = re.findall(NUMBER % "num_tokens", said)
-    runtime = re.findall(NUMBER % "train_runtime", said)
-    if child.ending().exit_code == 0 and tokens and runtime:
-        return Ran(float(tokens[-1]) / float(runtime[-1]), seconds)
-    error = read_log(said)
+    error = read_log(_said(child))
     return Ran(None, seconds, error[1] if error is not None else last_error(log))
+
+
+def _rate_told(child: Child) -> float | None:
+    """Useful tokens/s by what the command has printed, None until it is through with its steps."""
+    said = _said(child)
+    runtime = re.findall(NUMBER % "train_runtime", said)
+    tokens = re.findall(NUMBER % "num_tokens", said)
+    return float(tokens[-1]) / float(runtime[-1]) if tokens and runtime else None
+
+
+def _said(child: Child) -> str:
+    """The whole lines of its log."""
+    try:
+        text = (child.folder / "output.log").read_text(errors="replace")
+    except OSError:
+        return ""
+    return text[: text.rfind("\n") + 1]
 
 
 def _environment(setting: Setting) -> dict[str, str | None]:
