@@ -26,6 +26,7 @@ from autotune.arguments import (
     run_argument,
 )
 from autotune.errors import AutotuneError
+from autotune.interruption import ended_by_signals
 
 if TYPE_CHECKING:
     from autotune.deliver.narrator import Narrator
@@ -122,7 +123,7 @@ def _auto(namespace: argparse.Namespace, started: float) -> int:
         folder.check_new(options.folder / folder.RUNS / "new")
     listener, narrator = _listener(namespace)
     try:
-        with session.ended_by_signals(), session.children_for(options) as (children, options, machine):
+        with ended_by_signals(), session.children_for(options) as (children, options, machine):
             plan = planning.prepare(
                 options,
                 children,
@@ -159,7 +160,7 @@ def _resume(options: Options, namespace: argparse.Namespace, started: float) -> 
     plan = planning.resume(options)
     try:
         with (
-            session.ended_by_signals(),
+            ended_by_signals(),
             session.children_of(plan.prepared.job, plan.prepared.machine, cold=options.cold) as children,
         ):
             last = engine.tune(plan, options.resume, children, started=started, emit=listener, resumed=True)
@@ -259,7 +260,7 @@ def _doctor(arguments: list[str]) -> int:
 
     options = doctor_options(namespace)
     working = contextlib.nullcontext() if namespace.machine else doctor.progress(sys.stderr)
-    with session.ended_by_signals(), working:
+    with ended_by_signals(), working:
         machine = redaction.redacted(session.examine(options, model=namespace.model), os.environ)
     if namespace.json:
         print(to_json(machine).decode())
@@ -287,7 +288,7 @@ def _lengths(arguments: list[str]) -> int:
 
     narrator.start()
     try:
-        with session.ended_by_signals(), session.children_for(options) as (children, options, machine):
+        with ended_by_signals(), session.children_for(options) as (children, options, machine):
             found = data_look.look(
                 options,
                 children,

@@ -113,6 +113,11 @@ def create(folder: Path, prepared: Prepared, space: Space, report: dict[str, Any
     write_prepared(folder, prepared)
 
 
+def remove(folder: Path) -> None:
+    """Take away what `create` made."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def write_prepared(folder: Path, prepared: Prepared) -> None:
     """Write that from which the run can be resumed."""
     write_whole(folder / "run.msgpack", msgspec.msgpack.encode(prepared))
