@@ -27,6 +27,15 @@ KERNELS = ("attention", "layer_kernels", "torch_compile", "dtype", "tf32")
 RUN_IN_FLOAT32 = ("sdpa", "eager", "flex_attention")  # kernels of the flash kind take half precision only
 
 
+def seconds_reserved(setting: Setting, result: TrialResult) -> float:
+    """What the search leaves of its budget for these trials: in half precision two in float32 and two for the spread,
+    of one step each; in float32 the confirmation's own losses are enough nearly always."""
+    if not _in_half(setting) or not result.passes:
+        return 0.0
+    a_step = result.passes[0].seconds / result.passes[0].steps
+    return 4 * ((result.startup_seconds or 1.0) + a_step)
+
+
 def parity(winner: Candidate, result: TrialResult, reference: TrialResult, checking: Checking) -> list[Gate]:
     """Gates of the winner's arithmetic against the baseline's `reference`; those of packed documents among themselves
     are not here (`gates.documents_stay_apart`)."""

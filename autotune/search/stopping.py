@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from autotune.plan.space import Candidate
+from autotune.search import end_to_end, parity
 from autotune.search.confirm import least_seconds, passes_in_a_turn
-from autotune.search.end_to_end import seconds_reserved
 from autotune.search.failures import fail_alike, most_unlike
 from autotune.search.finals import MOST_FINALISTS
 from autotune.search.setting import Setting
@@ -62,8 +62,8 @@ def seconds_to_check(setting: Setting, slowest: TrialResult | None) -> float:
     if slowest is None or not slowest.passes:
         return 0.0
     longest_step = 2.5 * slowest.passes[0].seconds / slowest.passes[0].steps
-    of_command = seconds_reserved(setting, slowest)
-    return 2.0 + 2 * (slowest.startup_seconds or 1.0) + 3 * longest_step + of_command
+    of_checks = end_to_end.seconds_reserved(setting, slowest) + parity.seconds_reserved(setting, slowest)
+    return 2.0 + 2 * (slowest.startup_seconds or 1.0) + 3 * longest_step + of_checks
 
 
 def _nothing_will_mend(results: list[TrialResult], left: Callable[[], Collection[Candidate]]) -> bool:
