@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,29 @@ def test_an_interruption_before_the_first_trial_ends_at_once_and_writes_nothing(
     assert eventually(lambda: not marked(str(command.run)), seconds=2)
     assert not command.run.exists()
     assert command.stderr() == "interrupted before the first trial; nothing was written\n"
+
+
+def test_a_second_ctrl_c_tears_nothing_and_what_is_said_stays_true(commands: Any, tmp_path: Path) -> None:
+    command = tune(commands, tmp_path / "run")
+    command.wait_for_a_step_of(1)
+    os.killpg(command.process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    with contextlib.suppress(ProcessLookupError):  # it may have ended
+        os.killpg(command.process.pid, signal.SIGINT)
+    assert command.process.wait(20) == 130, command.stderr()
+    assert eventually(lambda: not marked(str(command.run)), seconds=1)
+    assert command.lines()[-1]["kind"] == "run_finished"
+    assert "nothing was written" not in command.stderr()
+    assert (command.run / "report.md").exists()
+
+
+def test_a_terminal_that_closes_before_the_first_trial_leaves_all_or_nothing(commands: Any, tmp_path: Path) -> None:
+    command = tune(commands, tmp_path / "run")
+    assert eventually((command.run / "run.msgpack").exists, seconds=90)
+    command.process.send_signal(signal.SIGHUP)
+    assert command.process.wait(20) == 130, command.stderr()
+    assert command.run.exists() != ("nothing was written" in command.stderr())
+    assert not command.run.exists() or command.lines()[-1]["kind"] == "run_finished"
 
 
 def test_a_run_that_is_killed_while_it_looks_around_leaves_nothing(commands: Any, tmp_path: Path) -> None:
