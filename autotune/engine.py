@@ -19,6 +19,7 @@ from autotune.search.found import Found
 from autotune.search.setting import Setting
 from autotune.search.tuner import Tuner
 from autotune.session import not_interrupted
+from autotune.trial.result import TrialResult
 
 
 def tune(
@@ -75,7 +76,16 @@ def _tune(
         note(say, "plan", f"going on after {len(earlier)} trial{'' if len(earlier) == 1 else 's'}")
     note(say, "plan", wording.plan_line(plan.space, estimated_seconds(plan), prepared.budget_seconds))
     setting = setting_of(plan, folder, children, emit=say, started=started)
-    tuner = Tuner(setting, earlier)
+
+    def keep_so_far(fastest: TrialResult | None) -> None:
+        if confirmed is not None:  # which is not written over by what is not
+            return
+        first = not (folder / "tuned.yaml").exists()
+        files.write_so_far(setting, fastest, folder)
+        if first and fastest is not None:
+            note(say, "best", f"tuned.yaml holds #{fastest.index} for now, not confirmed yet")
+
+    tuner = Tuner(setting, earlier, faster=keep_so_far)
     failure: NoTrialFinishedError | None = None
     try:
         found = tuner.run()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import yaml
 
 from autotune import folder as run_folder
 from autotune.children import Children
+from autotune.deliver.files import write_so_far
 from autotune.errors import NoTrialFinishedError
 from autotune.events import AnyEvent, BestChanged, Note, TrialFinished, TrialStarted
 from autotune.folder import Earlier
@@ -26,7 +29,7 @@ from autotune.search.found import Found, why_kept
 from autotune.search.proposals import Proposals, needs_as_much_memory
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate
-from autotune.search.stopping import PATIENCE
+from autotune.search.stopping import FEWEST_TRIALS, PATIENCE
 from autotune.search.tuner import Tuner
 from autotune.trial.result import TrialResult
 from tests import parts, tiny
@@ -68,6 +71,7 @@ datasets:
     split: train
 output_dir: {folder}/output
 max_length: 128
+num_train_epochs: 100000
 per_device_train_batch_size: 4
 gradient_accumulation_steps: 2
 gradient_checkpointing: true
@@ -221,6 +225,37 @@ def test_the_best_so_far_is_told_with_its_ratio(material: Material, children: Ch
 
 
 # --- what fails ---------------------------------------------------------------------------------------------------
+
+
+def test_what_surely_beats_the_baseline_is_written_at_once_and_taken_back_with_its_score(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    """So that a killed run leaves it; what fails its checks is taken back."""
+    rules: list[Rule] = [
+        {"if": {"num_cpu_threads_per_process": 2}, "seconds": 0.5},
+        {"if": {"num_cpu_threads_per_process": 2}, "fail": "oom", "where": "backward", "when": "memory"},
+    ]
+    told: list[int | None] = []
+    space = narrowed(material, "threads")
+    run = Run(material, children, tmp_path, rules, space=space, budget_seconds=60.0)
+    config = tmp_path / "tuned.yaml"
+    texts: list[str] = []
+
+    def faster(fastest: TrialResult | None) -> None:
+        told.append(fastest.index if fastest is not None else None)
+        write_so_far(run.tuner.setting, fastest, tmp_path)
+        texts.append(config.read_text() if config.exists() else "")
+
+    run.tuner = Tuner(run.tuner.setting, [], faster=faster)
+    found = run.search()
+    by_index = {one.index: one.candidate for one in found.results}
+    assert told[0] is not None
+    assert by_index[told[0]].threads == 2
+    assert texts[0].startswith(f"# The fastest so far (#{told[0]}) of a run that has not ended: neither confirmed")
+    assert yaml.safe_load(texts[0])["num_cpu_threads_per_process"] == 2
+    assert found.outcome == "kept"
+    assert told[-1] is None
+    assert not config.exists()
 
 
 def test_a_baseline_out_of_memory_ends_improved_without_a_speedup(
@@ -543,6 +578,21 @@ def test_a_search_ends_when_nothing_gains_any_more(material: Material, children:
     found = run.search()
     assert f"no gain in the last {PATIENCE} trials" in run.notes()
     assert len(found.results) >= PATIENCE
+
+
+def test_a_search_ends_when_another_trial_takes_longer_than_it_may_save(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    """Of one epoch, which takes half a second, nothing that is left could save the time of a trial."""
+    resolved = {**material.job.resolved, "num_train_epochs": 1.0}
+    short = material._replace(job=msgspec.structs.replace(material.job, resolved=resolved))
+    rules: list[Rule] = [{"if": {"gradient_checkpointing": True}, "seconds": 1.4}, {"if": BFD_128, "seconds": 0.5}]
+    run = Run(short, children, tmp_path, rules)
+    found = run.search()
+    assert found.outcome == "improved"
+    assert FEWEST_TRIALS <= len(found.results) < PATIENCE
+    told = next(note for note in run.notes() if note.startswith("another trial of"))
+    assert re.search(r"would save about 0\.0 s of the 0\.\d s that the training takes \(est\.\)", told)
 
 
 def test_a_hopeless_trial_is_cut_short_and_has_no_rate(material: Material, children: Children, tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autotune.deliver import wording
-from autotune.deliver.report import training_name, training_seconds
 from autotune.events import Topic
 from autotune.search.found import Found, why_kept
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate
+from autotune.search.training import training_name, training_seconds
 from autotune.trial.result import TrialResult
 
 

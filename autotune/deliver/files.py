@@ -20,8 +20,13 @@ from autotune.plan.lengths_report import percentiles
 from autotune.probe.machine import Machine
 from autotune.search.found import Found
 from autotune.search.setting import Setting
+from autotune.trial.result import TrialResult
 from profiles import Profile, to_yaml
 from profiles.profile import Evidence, ValidFor
+
+SO_FAR = (
+    "The fastest so far (#{number}) of a run that has not ended: neither confirmed nor checked to be the same training"
+)
 
 
 class Delivered(msgspec.Struct, frozen=True):
@@ -46,6 +51,18 @@ def write(setting: Setting, found: Found, folder: Path, *, seconds: float) -> De
         write_whole(profile, to_yaml(profile_of(setting, found, recipe.portable(changes))).encode())
     write_whole(folder / "report.md", report(setting, found, changes, seconds=seconds).encode())
     return Delivered(options, config, profile)
+
+
+def write_so_far(setting: Setting, fastest: TrialResult | None, folder: Path) -> None:
+    """Write tuned.yaml of a run that goes on, so that it is there if the run is killed: `fastest` surely beat the job's
+    own settings, and is neither confirmed nor checked. None takes it away."""
+    config = folder / "tuned.yaml"
+    if fastest is None:
+        config.unlink(missing_ok=True)
+        return
+    changes = recipe.changes(setting.job, setting.space, fastest.candidate)
+    text = tuned_yaml(setting.job, setting.machine, changes)
+    write_whole(config, f"# {SO_FAR.format(number=fastest.index)}\n{text}".encode())
 
 
 def tuned_yaml(job: Job, machine: Machine, changes: list[recipe.Change]) -> str:

@@ -12,6 +12,7 @@ from autotune.probe.machine import describe
 from autotune.search.failures import describe_failure
 from autotune.search.found import Found, why_kept
 from autotune.search.setting import Setting
+from autotune.search.training import epoch_seconds
 from autotune.trial.failures import first_traceback
 from autotune.trial.result import TrialResult
 
@@ -51,30 +52,6 @@ def headline(found: Found) -> str:
     if not found.speedup.known:
         return f"Faster than yours; by how much is {wording.ratio(found.speedup)}{unconfirmed}{interrupted}"
     return f"{wording.ratio(found.speedup)} as fast as yours{unconfirmed}{busy}{interrupted}"
-
-
-def epoch_seconds(setting: Setting, candidate: Candidate, rate: float) -> float:
-    """One pass over the whole data at a rate, in seconds."""
-    return setting.data.figures(candidate.arrangement).useful_tokens / rate
-
-
-def training_seconds(setting: Setting, result: TrialResult) -> float:
-    """The whole training at a trial's rate, in seconds: `max_steps` optimizer steps, or else its epochs."""
-    assert result.rate is not None
-    resolved = setting.job.resolved
-    steps = resolved.get("max_steps") or -1
-    if steps > 0:
-        return float(steps * setting.data.tokens_per_step(result.candidate.arrangement) / result.rate)
-    return float(epoch_seconds(setting, result.candidate, result.rate) * resolved["num_train_epochs"])
-
-
-def training_name(setting: Setting) -> str:
-    """What the seconds are for: `40 steps`, `one epoch`, `3 epochs`."""
-    resolved = setting.job.resolved
-    steps, epochs = resolved.get("max_steps") or -1, resolved["num_train_epochs"]
-    if steps > 0:
-        return f"{steps:,} step{'s' if steps > 1 else ''}"
-    return "one epoch" if epochs == 1 else f"{epochs:g} epochs"
 
 
 def _job(setting: Setting) -> str:

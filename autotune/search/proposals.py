@@ -1,5 +1,5 @@
-"""In what order candidates are tried: as the fitted prediction says, and when it has nothing more to gain, as Optuna's
-TPE proposes."""
+"""In what order candidates are tried: as the fitted prediction says, and when that has nothing more to gain, around the
+best and as Optuna's TPE proposes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ PREDICTED_WITHIN = 1.6  # of the best prediction; the constants of a prediction 
 SHORTLIST = 96  # candidates whose errors are looked at, those predicted best
 OF_EACH_CHOICE = 2  # beside them, the best predicted that fit with each choice of each axis
 LOOKED_AT = 24  # for these, before a choice is taken to fit nowhere
-NOTHING_TO_GAIN = 0.002  # expected gain below which TPE decides: the fit may err in what it does not look at
+NOTHING_TO_GAIN = 0.002  # expected gain below which others decide: the fit may err in what it does not look at
+FAR_BEHIND = 1.4  # times the seconds of the best: so slow is nothing that differs from it in one small thing
 EQUAL = 0.004  # gains that differ by less are equal: the one that changes less comes first
 TPE_ASKS = 40  # repeats that TPE may propose before the best predicted one left is taken
 
@@ -130,6 +131,9 @@ class Proposals:
             return first_fitting, "best prediction left"
         if scored[0].gain >= NOTHING_TO_GAIN:
             return scored[0].candidate, self._why(scored[0])
+        near = self._near_the_best(scored)
+        if near is not None:
+            return near, "one step from the best so far"
         return self._ask_optuna(scored)
 
     def _promising(self) -> list[Scored]:
@@ -172,6 +176,16 @@ class Proposals:
 
     def _fitting(self, candidates: Any) -> Iterator[Candidate]:
         return (candidate for candidate in candidates if self._room_of(candidate).verdict == "fits")
+
+    def _near_the_best(self, scored: list[Scored]) -> Candidate | None:
+        """The most promising that differs from the best on one axis and is not predicted far behind: the fit sees the
+        axes apart, and here is where two of them may go together."""
+        best = self._best()
+        assert best is not None
+        limit = self._fit.predict(best.candidate).log_seconds + math.log(FAR_BEHIND)
+        steps = (one for one in scored if one.candidate.differences(best.candidate) == 1)
+        near = [one for one in steps if one.predicted.log_seconds < limit]
+        return max(near, key=lambda one: one.gain).candidate if near else None
 
     def _why(self, scored: Scored) -> str:
         best = self._best()

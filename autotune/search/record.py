@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from autotune.events import Note, RunOutcome, Topic
@@ -17,10 +19,22 @@ from autotune.trial.result import TrialResult
 
 
 class Record:
-    """The results of one search, those of a run that is gone on with among them; all of it is in the run folder."""
+    """The results of one search, those of a run that is gone on with among them; all of it is in the run folder.
 
-    def __init__(self, setting: Setting, earlier: list[TrialResult]) -> None:
+    `faster` is told of the fastest that surely beats the baseline, by its own measurement and not confirmed yet,
+    whenever that is another one; of None where it lost its score and there is no other.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        earlier: list[TrialResult],
+        *,
+        faster: Callable[[TrialResult | None], None] = lambda _result: None,
+    ) -> None:
         self.setting = setting
+        self._faster = faster
+        self._told: TrialResult | None = None
         base = setting.space.baseline
         # a baseline taken beside others is no measure for the rest
         measured = {
@@ -50,6 +64,11 @@ class Record:
         """The candidate's result if it has a rate."""
         return next((one for one in self.results if one.candidate == candidate and one.rate), None)
 
+    def add(self, result: TrialResult) -> None:
+        """A trial for speed has ended."""
+        self.results.append(result)
+        self._tell_faster()
+
     def take_index(self) -> int:
         """The number of the next trial."""
         index = self.next_index
@@ -65,6 +84,22 @@ class Record:
             else one
             for one in self.results
         ]
+        self._tell_faster()
+
+    def _tell_faster(self) -> None:
+        """Tell of the fastest whose interval lies above the baseline's, with losses that were all numbers."""
+        baseline = self.baseline
+        if baseline is None or baseline.busy:
+            return
+        sure = [
+            one
+            for one in self.results
+            if one.rate and not one.busy and one.finite_steps == one.steps and unconfirmed(baseline, one).low > 1.0
+        ]
+        fastest = max(sure, key=lambda one: one.rate or 0.0, default=None)
+        if fastest is not self._told:
+            self._told = fastest
+            self._faster(fastest)
 
     def note(self, text: str, *, topic: Topic = "plan") -> None:
         """Say a line."""

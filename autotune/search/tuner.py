@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from autotune.errors import NoTrialFinishedError
@@ -31,9 +33,16 @@ MOST_REPEATS = 6  # in one search
 class Tuner:
     """One search. All state is in the results, which are in the run folder."""
 
-    def __init__(self, setting: Setting, earlier: list[TrialResult]) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        earlier: list[TrialResult],
+        *,
+        faster: Callable[[TrialResult | None], None] = lambda _result: None,
+    ) -> None:
+        """`faster` is called with what surely beats the baseline as soon as it is measured (see `Record`)."""
         self.setting = setting
-        self.record = Record(setting, earlier)
+        self.record = Record(setting, earlier, faster=faster)
         self._sample: Sample | None = None
         self._again = MOST_REPEATS
         self._memory_use = MemoryUse(setting)
@@ -92,6 +101,7 @@ class Tuner:
             baseline=record.baseline,
             best=record.best,
             left=self._proposals.candidates_left,  # looked at only where nothing ran
+            expected_gain=self._proposals.expected_gain,
         ) or settled(
             self.setting,
             record.results,
@@ -187,7 +197,7 @@ class Tuner:
 
     def _told(self, result: TrialResult) -> None:
         before = self.record.best
-        self.record.results.append(result)
+        self.record.add(result)
         if self._sample is not None:
             self._memory_use.tell(result, self._sample)
         self._proposals.tell(result)
