@@ -68,6 +68,16 @@ def test_the_share_that_bears_loss_is_told() -> None:
     assert found([100] * 10, 200, prompt=75).sentences[-1] == "25% of the tokens bear loss"
 
 
+def test_what_padding_keeps_is_told_beside_what_max_length_cuts_where_rows_are_dropped_whole() -> None:
+    findings = found([300] * 40 + [100] * 60, 200, prompt=80)
+    assert not [one for one in findings.sentences if one.startswith("of padded rows")]
+    findings = found([300] * 40 + [100] * 60, 90, prompt=95)
+    assert "`max_length` 90 keeps 50.0% of tokens; 300 would keep all" in findings.sentences
+    assert "of padded rows 0.0% of tokens are left, since those without a loss token are dropped whole" in (
+        findings.sentences
+    )
+
+
 def test_packing_that_packs_nothing_is_warned_of() -> None:
     findings = found([60] * 100, 64)
     assert warned(findings) == ["packing would pack nothing: 100 documents fill 100 rows of 64"]

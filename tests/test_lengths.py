@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -300,6 +301,13 @@ def test_a_model_that_is_not_there_is_told(children: Children, model: Path, tmp_
     assert "the tokenizer of" in error.what
     error = failure(children, tmp_path, job_of(model, FORMATS["text"], tmp_path, eos_token="<none>"))
     assert "not in the vocabulary" in error.what
+
+
+def test_a_model_folder_without_tokenizer_files_is_told(children: Children, model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    error = failure(children, tmp_path, job_of(bare, FORMATS["text"], tmp_path))
+    assert "has no tokenizer files, and transformers makes one up" in error.what
 
 
 def test_offline_without_a_cache_is_told(tmp_path: Path, model: Path) -> None:

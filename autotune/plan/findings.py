@@ -54,7 +54,7 @@ def find(
     `figures` are those of its arrangements by name, `position_limit` the model's `max_position_embeddings`.
     """
     return Findings(
-        sentences=tuple(_sentences(lengths, figures, max_length, micro_batch)),
+        sentences=tuple(_sentences(lengths, figures, kept, max_length, micro_batch)),
         warnings=tuple(
             warnings(lengths, kept, figures.get("bfd"), max_length=max_length, position_limit=position_limit)
         ),
@@ -62,7 +62,7 @@ def find(
 
 
 def _sentences(
-    lengths: Lengths, figures: dict[Arrangement, Figures], max_length: int | None, micro_batch: int
+    lengths: Lengths, figures: dict[Arrangement, Figures], kept: Kept, max_length: int | None, micro_batch: int
 ) -> Iterator[str]:
     padded = figures["padded"]
     yield f"{1 - padded.fill:.0%} of computed positions are padding at batch {micro_batch}"
@@ -74,8 +74,12 @@ def _sentences(
         yield f"`bfd` packs {lengths.rows / bfd.rows:.1f} documents per row and fills {_percent(bfd.fill)} of it"
     if max_length is not None and lengths.tokens:
         yield _kept_sentence(lengths, max_length)
+    if max_length is not None and kept.dropped_rows:
+        share = sum(kept.tokens) / sum(lengths.tokens)
+        yield f"of padded rows {_percent(share)} of tokens are left, since those without a loss token are dropped whole"
     if padded.useful_tokens and padded.loss_tokens < padded.useful_tokens:
-        yield f"{padded.loss_tokens / padded.useful_tokens:.0%} of the tokens bear loss"
+        which = "that are left in padded rows " if kept.dropped_tokens else ""
+        yield f"{padded.loss_tokens / padded.useful_tokens:.0%} of the tokens {which}bear loss"
 
 
 def _kept_sentence(lengths: Lengths, max_length: int) -> str:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from autotune.errors import AutotuneError
 
+TOKENIZER_HINT = "use a model whose folder holds its tokenizer files, as tokenizer.json"
+
 
 class Tokenizer(NamedTuple):
     """`processing_class` is what TRL passes rows through, `inner` its tokenizer: the same one without a vision part."""
@@ -39,10 +41,16 @@ def load(job: Mapping[str, Any]) -> Tokenizer:
     )
     inner = getattr(processing_class, "tokenizer", processing_class)
     if not isinstance(inner, transformers.PreTrainedTokenizerBase):
-        raise AutotuneError(f"`{name}` has no tokenizer", hint="use a model whose folder holds its tokenizer files")
+        raise AutotuneError(f"`{name}` has no tokenizer", hint=TOKENIZER_HINT)
+    known = inner.get_vocab()
+    if set(known) <= set(inner.all_special_tokens):  # what transformers makes up where the files are missing
+        raise AutotuneError(
+            f"`{name}` has no tokenizer files, and transformers makes one up that knows `{' '.join(known)}` alone",
+            hint=TOKENIZER_HINT,
+        )
     eos_token = job.get("eos_token")
     if eos_token is not None:
-        if eos_token not in inner.get_vocab():
+        if eos_token not in known:
             raise AutotuneError(
                 f"`eos_token: {eos_token}` is not in the vocabulary of `{name}`",
                 hint=f"leave it out (the tokenizer's own is `{inner.eos_token}`), or name a token that exists",
