@@ -31,6 +31,7 @@ from autotune.interruption import ended_by_signals
 if TYPE_CHECKING:
     from autotune.deliver.narrator import Narrator
     from autotune.events import AnyEvent, RunFinished
+    from autotune.folder import Prepared
     from autotune.planning import Plan
     from autotune.session import Options
 
@@ -229,8 +230,28 @@ def _launch(arguments: list[str]) -> int:
     config = run / "tuned.yaml"
     if not config.is_file():
         raise AutotuneError(f"`{run}` has no tuned.yaml", hint=f"finish it first: `trl-autotune --resume {run}`")
+    if more:
+        _check_options(prepared, config.resolve(), more)
     launch(prepared.job, prepared.machine, config.resolve(), more)
     return 0
+
+
+def _check_options(prepared: Prepared, config: Path, more: list[str]) -> None:
+    """Refuse what TRL does not know or take before its launcher prints a hundred lines about it."""
+    from autotune import session
+    from autotune.job import read_job
+
+    job, machine = prepared.job, prepared.machine
+    with ended_by_signals(), session.children_of(job, machine, cold=False) as children:
+        read_job(
+            job.method,
+            ["--config", str(config), *job.flags, *more],
+            folder=Path(job.folder),
+            children=children,
+            accelerator=machine.backend != "cpu",
+            cpu_bf16=machine.cpu.bf16,
+            for_data=True,
+        )
 
 
 def _report(arguments: list[str]) -> int:

@@ -138,6 +138,28 @@ def test_a_job_is_tuned_and_plain_trl_runs_the_result(kind: str, home: Path) -> 
     shutil.rmtree(home / "out")
 
 
+def test_a_second_run_of_the_same_job_starts_from_what_the_first_confirmed(home: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", text_rows())
+    (tmp_path / "sft.yaml").write_text(
+        f"model_name_or_path: {home}/model\ndatasets:\n  - path: json\n    data_files: rows.jsonl\n"
+        "max_length: 256\nuse_cpu: true\nbf16: false\noutput_dir: out\n"
+    )
+    first = autotune(tmp_path, "--config", "sft.yaml", "--auto", "--json", "--budget", "60s")
+    assert first.returncode == 0, first.stderr
+    before = last_event(first.stdout)
+
+    second = autotune(tmp_path, "--config", "sft.yaml", "--auto", "--json", "--budget", "60s", "--trials", "3")
+    assert second.returncode == 0, second.stderr
+    said = [json.loads(line) for line in second.stdout.splitlines()]
+    started = [line["reason"] for line in said if line["kind"] == "trial_started" and line["purpose"] == "speed"]
+    notes = [line["text"] for line in said if line["kind"] == "note"]
+    name = Path(before.run).name
+    assert started[0] == "your own settings"
+    assert any(text.startswith(f"an earlier run ({name}) found ") for text in notes) == before.confirmed
+    if before.confirmed and before.outcome == "improved":
+        assert started[1] == f"the pick of an earlier run, {name}"
+
+
 def test_a_trial_computes_what_plain_trl_computes(home: Path) -> None:
     """The same losses and the same threads: the child is held against the real command on the same documents."""
     write_rows(home / "same.jsonl", text_rows()[:64])
@@ -161,6 +183,28 @@ def test_a_trial_computes_what_plain_trl_computes(home: Path) -> None:
     said = [float(loss) for loss in re.findall(r"['\"]loss['\"]: ['\"]?([0-9.]+)", plain.stdout)]
     assert len(said) == 2
     assert [round(loss, 3) for loss in losses[:2] if loss is not None] == pytest.approx(said, abs=6e-4)
+
+
+def test_launch_refuses_further_options_that_trl_does_not_know(home: Path) -> None:
+    write_rows(home / "few.jsonl", text_rows()[:64])
+    (home / "few.yaml").write_text(
+        "model_name_or_path: model\ndatasets:\n  - path: json\n    data_files: few.jsonl\n"
+        "use_cpu: true\nbf16: false\noutput_dir: out-few\n"
+    )
+    done = autotune(home, "--config", "few.yaml", "--auto", "--json", "--trials", "1", "--run-folder", "run-few")
+    assert done.returncode == 0, done.stderr
+    refused = subprocess.run(
+        [sys.executable, "-m", "autotune", "launch", "run-few", "--max_stps", "3"],
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment(),
+    )
+    assert refused.returncode == 2
+    assert refused.stderr == "error: unknown option `max_stps`\nhint: did you mean `max_steps`?\n"
+    assert not (home / "out-few").exists()
 
 
 def test_a_baseline_that_runs_out_of_memory_gives_way_to_one_that_runs(tmp_path: Path) -> None:
