@@ -21,6 +21,7 @@ from autotune.children import Children
 from autotune.deliver import closing, files, wording
 from autotune.deliver.narrator import Narrator
 from autotune.events import Outcome, RunFinished, RunOutcome
+from autotune.folder import Earlier
 from autotune.job import Job, read_job
 from autotune.plan import recipe
 from autotune.plan.axes import build_space
@@ -501,6 +502,16 @@ def test_the_report_shows_the_first_real_traceback_of_the_commonest_failure(
     assert section == (
         "2 of 3 failures, first in #1: an error in forward (ValueError: no ```)\n\n"
         "````text\nTraceback (most recent call last):\n  File 'of trial 1', line 1\nValueError: no ```\n````"
+    )
+
+
+def test_the_report_tells_of_the_earlier_run_it_started_from(make_setting: MakeSetting, tmp_path: Path) -> None:
+    setting = make_setting()
+    setting.earlier = Earlier("one", winner_of(setting), "bfd 464", speedup=2.5, changed=("`max_length` 512 -> 1024",))
+    report = report_of(setting, found_in(setting), tmp_path)
+    assert (
+        "* an earlier run (one) found bfd 464, 2.50x as fast as yours; changed since: `max_length` 512 -> 1024: that "
+        "is tried first in a full search\n" in report
     )
 
 

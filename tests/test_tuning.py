@@ -152,6 +152,7 @@ def test_a_second_run_of_the_same_job_starts_from_what_the_first_confirmed(home:
     assert second.returncode == 0, second.stderr
     said = [json.loads(line) for line in second.stdout.splitlines()]
     started = [line["reason"] for line in said if line["kind"] == "trial_started" and line["purpose"] == "speed"]
+    started = [reason for reason in started if not reason.startswith("again")]  # on a busy machine
     notes = [line["text"] for line in said if line["kind"] == "note"]
     name = Path(before.run).name
     assert started[0] == "your own settings"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from autotune import earlier
 from autotune.deliver import wording
 from autotune.job import INSIDE_MODEL_INIT_KWARGS
 from autotune.plan.recipe import Change
@@ -62,6 +63,8 @@ def _job(setting: Setting) -> str:
         f"* machine: {describe(machine)}; {precision.value}: {precision.reason}",
         f"* data: {wording.data_line(setting.data)}",
     ]
+    if setting.earlier is not None:
+        lines.append(f"* {earlier.line(setting.earlier)}")
     lines += [f"* added so that it runs here: `{name}: {value}`" for name, value in job.additions.items()]
     return "\n".join(lines)
 

@@ -76,7 +76,7 @@ def run_end_to_end(
     steps = _steps(result)
     foreseen = _seconds_foreseen(result, steps)
     if setting.seconds_left() < foreseen:
-        return Gate(NAME, True, "not run end to end: no time was left")
+        return Gate(NAME, True, "not run: no time was left")
     ran = _run(setting, checking.take_index(), winner, checking.sample.path, steps, foreseen)
     if ran is None:
         return Gate(NAME, True, "not run to its end: no time was left")
