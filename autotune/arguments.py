@@ -179,7 +179,19 @@ def _add_machine_options(made: Parser) -> None:
     add("--precision", metavar="NAME", default=None, help="bf16, fp16 or float32, where the job does not say")
     add("--ram", metavar="SIZE", default=None, help="the machine's memory, as 64GB")
     add("--cores", metavar="N", default=None, help="the CPU's cores")
-    add("--machine", metavar="FILE", type=Path, default=None, help="another machine, as `doctor --json` tells it there")
+    add(
+        "--machine",
+        metavar="FILE",
+        type=_machine_file,
+        default=None,
+        help="another machine, as `doctor --json` tells it there",
+    )
+
+
+def _machine_file(text: str) -> Path:
+    if not text:  # a `Path` would make it the working folder
+        raise AutotuneError("`--machine` is given without a file", hint="`trl-autotune doctor --json` makes one")
+    return Path(text)
 
 
 def parse(given: list[str]) -> argparse.Namespace:

@@ -101,19 +101,38 @@ def check_packing(resolved: dict[str, Any]) -> None:
         )
 
 
+def weights_dtype(resolved: dict[str, Any], checkpoint_dtype: str | None) -> str | None:
+    """The dtype that a job's weights are held in; `auto` leaves the checkpoint's, None where that is not told."""
+    asked = (resolved.get("model_init_kwargs") or {}).get("dtype", resolved.get("dtype"))
+    return checkpoint_dtype if asked == "auto" else None if asked is None else str(asked).removeprefix("torch.")
+
+
+def unscalable(resolved: dict[str, Any], checkpoint_dtype: str | None) -> str | None:
+    """What fp16 autocast would say in the first optimizer step on a GPU, None where it runs.
+
+    It scales the loss, and its scaler takes no gradients in half precision: it refuses those in float16 (torch 2.13,
+    `amp/grad_scaler.py`, `unscale_`) and on CUDA has had no kernel for those in bfloat16, as users of torch 2 report
+    in these words; not tried with 2.13 on a GPU, and on a CPU it does have one. PEFT keeps its adapters in float32.
+    """
+    if resolved.get("use_cpu") or resolved.get("use_peft"):
+        return None
+    return {
+        "float16": "Attempting to unscale FP16 gradients",
+        "bfloat16": "not implemented for 'BFloat16'",
+    }.get(weights_dtype(resolved, checkpoint_dtype) or "")
+
+
 def check_half_weights(resolved: dict[str, Any], *, checkpoint_dtype: str | None) -> None:
-    """Say at once what the first optimizer step on a GPU says: fp16 autocast scales the loss, and its scaler takes no
-    gradients in fp16 (torch 2.13, `amp/grad_scaler.py`, `unscale_`). PEFT keeps its adapters in float32."""
-    if not resolved.get("fp16") or resolved.get("use_cpu") or resolved.get("use_peft"):
+    """Say at once what the first optimizer step on a GPU says to fp16 autocast over weights in half precision."""
+    says = unscalable(resolved, checkpoint_dtype)
+    if not resolved.get("fp16") or says is None:
         return
     inside = resolved.get("model_init_kwargs") or {}
     asked = inside.get("dtype", resolved.get("dtype"))
     shown = f"model_init_kwargs: {{dtype: {asked}}}" if "dtype" in inside else f"dtype: {asked}"
-    held = checkpoint_dtype if asked == "auto" else asked
-    if held == "float16":
-        of_model = ", which is float16 for this model" if asked == "auto" else ""
-        raise AutotuneError(
-            f"`fp16: true` with `{shown}`{of_model}, which fails in the first step on a GPU: "
-            '"Attempting to unscale FP16 gradients"',
-            hint="leave `dtype` at float32, TRL's default: the arithmetic is fp16 all the same",
-        )
+    held = weights_dtype(resolved, checkpoint_dtype)
+    of_model = f", which is {held} for this model" if asked == "auto" else ""
+    raise AutotuneError(
+        f'`fp16: true` with `{shown}`{of_model}, which fails in the first step on a GPU: "{says}"',
+        hint="leave `dtype` at float32, TRL's default: the arithmetic is fp16 all the same",
+    )

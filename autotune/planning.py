@@ -16,10 +16,11 @@ from autotune.errors import AutotuneError
 from autotune.events import AnyEvent, Note, RunFinished, Topic
 from autotune.folder import Prepared
 from autotune.job import Job, read_job
-from autotune.job_limits import check_half_weights
+from autotune.job_limits import check_half_weights, unscalable
 from autotune.plan import cost, findings
 from autotune.plan.axes import build_space
 from autotune.plan.data import Data
+from autotune.plan.precision import attention_precision
 from autotune.plan.space import OFFERED, Grade, Space
 from autotune.probe.abilities import probe_abilities
 from autotune.probe.attention import probe_attention
@@ -30,6 +31,7 @@ from autotune.probe.lengths import kept_lengths, measure_lengths
 from autotune.probe.machine import Machine, as_torch_sees, describe
 from autotune.probe.model import ModelShape, probe_model
 from autotune.probe.overrides import asked_precision, precision_to_add
+from autotune.probe.used import used_line
 from autotune.search.end_to_end import command_here
 from autotune.search.setting import Setting
 from autotune.search.start import MOST_OTHERS
@@ -54,17 +56,19 @@ def prepare(
     options: Options, children: Children, machine: Machine, *, emit: Listener, progress: Progress | None = None
 ) -> Plan:
     """Read the job, look at model, kernels and data, and plan. Starts no trial and writes nothing but lengths."""
-    job = read_job(
-        options.method,
-        options.arguments,
-        folder=options.folder,
-        children=children,
-        accelerator=machine.backend != "cpu",
-        cpu_bf16=machine.cpu.bf16 or asked_precision(machine) == "bf16",
-        precision=precision_to_add(machine),
-        elsewhere=as_torch_sees(machine) if machine.what_if else None,
-    )
+    job = _read(options, children, machine, precision_to_add(machine))
     note(emit, "job", wording.job_line(job))
+    resolved = job.resolved
+    model = probe_model(
+        resolved["model_name_or_path"],
+        revision=resolved.get("model_revision"),
+        trust_remote_code=bool(resolved.get("trust_remote_code")),
+        children=children,
+        folder=options.folder,
+    )
+    if asked_precision(machine) is None and "fp16" in job.additions and unscalable(resolved, model.dtype):
+        job = _read(options, children, machine, None)
+        resolved = job.resolved
     for name, value in job.additions.items():
         note(emit, "job", f"`{name}: {str(value).lower()}` added: {job.addition_reasons[name]}")
     if job.import_environment_differs and not children.cold:
@@ -75,21 +79,13 @@ def prepare(
         )
     precision = wording.precision(job, machine)
     note(emit, "machine", f"{describe(machine)}   {precision.value}: {precision.reason}")
-    for text in wording.precision_notes(job, machine):
+    for text in wording.precision_notes(job, machine, checkpoint_dtype=model.dtype):
         note(emit, "machine", text)
-    if len(machine.gpus) > 1:
-        there = "there" if machine.what_if else "here"
-        note(emit, "machine", f"{len(machine.gpus)} GPUs are {there} and one is used: several are not tuned yet")
+    used = used_line(machine.gpus, there=machine.what_if)
+    if used is not None:
+        note(emit, "machine", used)
     for problem in machine.problems:
         note(emit, "machine", f"{problem.what}; {problem.hint}")
-    resolved = job.resolved
-    model = probe_model(
-        resolved["model_name_or_path"],
-        revision=resolved.get("model_revision"),
-        trust_remote_code=bool(resolved.get("trust_remote_code")),
-        children=children,
-        folder=options.folder,
-    )
     if machine.backend != "cpu":
         check_half_weights(resolved, checkpoint_dtype=model.dtype)
     machine = _with_kernels(job, machine, model, options.folder, children)
@@ -141,10 +137,24 @@ def prepare(
     return Plan(prepared=prepared, data=data, space=space)
 
 
+def _read(options: Options, children: Children, machine: Machine, precision: tuple[str, str] | None) -> Job:
+    return read_job(
+        options.method,
+        options.arguments,
+        folder=options.folder,
+        children=children,
+        accelerator=machine.backend != "cpu",
+        cpu_bf16=machine.cpu.bf16 or asked_precision(machine) == "bf16",
+        precision=precision,
+        elsewhere=as_torch_sees(machine) if machine.what_if else None,
+    )
+
+
 def _with_kernels(job: Job, machine: Machine, model: ModelShape, folder: Path, children: Children) -> Machine:
     """The machine with what the installed versions can do for this model, its attention backends and layer kernels,
     tried where the machine is here."""
     asked = wording.job_attention(job)
+    computes = attention_precision(job, model)
     named = {
         "model": job.resolved["model_name_or_path"],
         "revision": job.resolved.get("model_revision"),
@@ -153,7 +163,8 @@ def _with_kernels(job: Job, machine: Machine, model: ModelShape, folder: Path, c
     abilities = probe_abilities(model=named, folder=folder, children=children)  # a what-if runs what is installed here
     machine = msgspec.structs.replace(machine, abilities=abilities)
     if machine.what_if:
-        return msgspec.structs.replace(machine, attention=expected_attention(machine, job_attention=asked))
+        expected = expected_attention(machine, job_attention=asked, precision=computes)
+        return msgspec.structs.replace(machine, attention=expected)
     heads = {
         "num_attention_heads": model.attention_heads,
         "num_key_value_heads": model.key_value_heads,
@@ -161,7 +172,14 @@ def _with_kernels(job: Job, machine: Machine, model: ModelShape, folder: Path, c
     }
     return msgspec.structs.replace(
         machine,
-        attention=probe_attention(machine, job_attention=asked, model=named | heads, folder=folder, children=children),
+        attention=probe_attention(
+            machine,
+            job_attention=asked,
+            model=named | heads,
+            precision=computes,
+            folder=folder,
+            children=children,
+        ),
         layer_kernels=probe_layer_kernels(machine, model=named, folder=folder, children=children),
     )
 

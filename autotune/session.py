@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -22,7 +20,8 @@ from autotune.probe.facts import Problem
 from autotune.probe.gpus import choose_gpus
 from autotune.probe.layer_kernels import probe_layer_kernels
 from autotune.probe.machine import Machine, for_one_gpu, probe_machine, read_machine
-from autotune.probe.overrides import Overrides, overridden
+from autotune.probe.overrides import Overrides, overridden, with_gpus
+from autotune.probe.used import used_gpu
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,12 +47,7 @@ def machine_for(options: Options, environment: Mapping[str, str] = os.environ) -
     """The machine here as a job in `environment` sees it, or that of `--machine`, with what the user said instead of
     the probe. Raises AutotuneError."""
     if options.machine is not None:
-        machine = read_machine(options.machine)
-        if options.gpus is not None:
-            raise AutotuneError(
-                "`--gpus` chooses among the GPUs that are here, and `--machine` is about others",
-                hint=f"leave the others out of `{options.machine}`",
-            )
+        machine = with_gpus(read_machine(options.machine), options.gpus)
         return overridden(machine, options.overrides)
     machine = probe_machine(_with_gpus(environment, options.gpus))
     if options.gpus is not None and machine.backend != "cuda":
@@ -82,8 +76,9 @@ def examine(options: Options, *, model: str | None) -> Machine:
     if machine.what_if:
         return msgspec.structs.replace(machine, attention=expected_attention(machine))
     environment = _with_gpus(os.environ, options.gpus)
-    if machine.backend == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid
+    used = used_gpu(machine.gpus)
+    if machine.backend == "cuda" and used is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = used.uuid
     try:
         with Children(environment, cold=options.cold) as children:
             told = None if model is None else {"model": model}
@@ -119,7 +114,7 @@ def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]
         if options.demo:
             from autotune.demo import build_demo, cache_folder
 
-            demo = build_demo(cache_folder(), children, accelerator=machine.backend == "cuda")
+            demo = build_demo(cache_folder(), children, accelerator=machine.backend != "cpu")
             options = msgspec.structs.replace(options, arguments=("--config", str(demo.config), *arguments))
         yield children, options, machine
 
@@ -144,31 +139,3 @@ def _with_gpus(environment: Mapping[str, str], gpus: str | None) -> dict[str, st
     if gpus is not None and gpus != "all":
         chosen["CUDA_VISIBLE_DEVICES"] = choose_gpus(gpus)
     return chosen
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and a closed terminal end what is inside as Ctrl-C does."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    kept = [(number, signal.signal(number, interrupt)) for number in (signal.SIGTERM, signal.SIGHUP)]
-    try:
-        yield
-    finally:
-        for number, handler in kept:
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def not_interrupted() -> Iterator[None]:
-    """A second Ctrl-C must not tear the files that are being written."""
-    kept = [
-        (number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    ]
-    try:
-        yield
-    finally:
-        for number, handler in kept:
-            signal.signal(number, handler)

@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 from autotune.children import Children
+from autotune.probe.architectures import supports
 from autotune.probe.attention_names import FORMS, HUB_KERNELS, NATIVE
-from autotune.probe.builds import PUBLISHED, expected_attention, supports
+from autotune.probe.builds import PUBLISHED, expected_attention
 from autotune.probe.facts import Fact
-from autotune.probe.machine import AttentionBackend, Machine
+from autotune.probe.machine import AttentionBackend, Machine, judged
+from autotune.probe.torch_builds import architectures_of, build_refuses
 from tests import parts
 
 CAPABILITIES = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
@@ -74,7 +76,8 @@ def test_the_rule_of_architectures_is_that_of_kernels(children: Children) -> Non
     ],
 )
 def test_hub_kernels_are_expected_where_they_are_built_for(capability: tuple[int, int], kernels: list[str]) -> None:
-    assert usable(gpu_of(capability)) == [*NATIVE, *kernels]
+    works = usable(gpu_of(capability, versions={"torch_cuda": "12.8" if capability >= (7, 5) else "12.6"}))
+    assert works == [*(NATIVE if capability >= (8, 0) else ("sdpa", "eager")), *kernels]
 
 
 def test_every_reason_says_that_it_is_expected() -> None:
@@ -84,21 +87,31 @@ def test_every_reason_says_that_it_is_expected() -> None:
             assert backend.reason.startswith("expected: ")
 
 
-def test_the_weakest_gpu_decides() -> None:
-    assert usable(gpu_of((9, 0), (7, 5))) == [*NATIVE]
-    assert FLASH3 not in usable(gpu_of((9, 0), (12, 0)))
-    assert expected(gpu_of((9, 0), (12, 0)))[FLASH3].reason == (
+def test_the_gpu_that_is_used_decides() -> None:
+    assert FLASH3 in usable(gpu_of((9, 0), (7, 5)))
+    assert usable(gpu_of((7, 5), (9, 0))) == ["sdpa", "eager"]
+    assert expected(gpu_of((12, 0), (9, 0)))[FLASH3].reason == (
         "expected: it is built for 8.0, 9.0a, and compute capability 12.0 runs none of these"
     )
 
 
 def test_flex_attention_needs_a_gpu_that_triton_compiles_for() -> None:
-    assert expected(gpu_of((6, 1)))["flex_attention"].reason == (
+    pascal = gpu_of((6, 1), versions={"torch_cuda": "12.6"})
+    assert expected(pascal)["flex_attention"].reason == (
         "expected: Triton, which compiles it, needs compute capability 7.0 or newer, and this is 6.1"
+    )
+    assert expected(gpu_of((7, 5)))["flex_attention"].reason == (
+        "expected: not known: Triton, which compiles it, supports 8.0 and newer, and this is 7.5"
     )
     assert expected(parts.cpu_machine())["flex_attention"].reason == (
         "expected: flex_attention has no backward on a CPU"
     )
+
+
+def test_flex_attention_came_with_torch_2_5() -> None:
+    old = gpu_of((8, 0), versions={"torch": "2.1.0+cu121", "torch_cuda": "12.1"})
+    assert expected(old)["flex_attention"].reason == ("expected: it came with torch 2.5, and 2.1.0+cu121 is installed")
+    assert expected(gpu_of((8, 0), versions={"torch": "2.5.0"}))["flex_attention"].usable
 
 
 def test_flash_attention_3_needs_cuda_12_8() -> None:
@@ -111,16 +124,74 @@ def test_flash_attention_3_needs_cuda_12_8() -> None:
 
 def test_a_driver_older_than_torchs_cuda_runs_no_kernel() -> None:
     machine = gpu_of((9, 0), versions={"torch_cuda": "13.0"}, cuda_driver=(12, 4))
-    assert usable(machine) == ["sdpa", "eager"]
-    assert expected(machine)[FLASH2].reason == (
+    assert usable(machine) == []
+    assert {one.reason for one in expected_attention(machine)} == {
         "expected: torch is built for CUDA 13.0, and the driver runs CUDA up to 12.4"
+    }
+
+
+@pytest.mark.parametrize(
+    ("capability", "versions", "reason"),
+    [
+        ((7, 0), {"torch": "2.13.0+cu130", "torch_cuda": "13.0"}, "with CUDA 13.0, which compiles for 7.5 and newer"),
+        ((7, 0), {"torch": "2.13.0a0+nv25.8", "torch_cuda": "13.0"}, "CUDA 13.0, which compiles for 7.5 and newer"),
+        ((6, 1), {"torch": "2.13.0+cu130", "torch_cuda": "13.0"}, "and this is compute capability 6.1"),
+        ((3, 7), {"torch": "2.13.0+cu126", "torch_cuda": "12.6"}, "CUDA 12.6, which compiles for 5.0 and newer"),
+        ((10, 0), {"torch": "2.13.0+cu126", "torch_cuda": "12.6"}, "and compute capability 10.0 runs none of these"),
+        ((12, 0), {"torch": "2.13.0+cu126", "torch_cuda": "12.6"}, "built for 5.0, 6.0, 7.0, 7.5, 8.0, 8.6, 9.0, and"),
+        ((6, 0), {"torch": "2.13.0+cu128", "torch_cuda": "12.8"}, "and compute capability 6.0 runs none of these"),
+        ((9, 0), {"torch": "2.13.0+cpu", "torch_cuda": None}, "torch 2.13.0+cpu is not built for CUDA"),
+        ((9, 0), {"torch": "2.13.0+rocm7.1", "torch_cuda": None}, "torch 2.13.0+rocm7.1 is not built for CUDA"),
+    ],
+)
+def test_a_torch_that_is_not_built_for_the_gpu_runs_nothing_on_it_and_is_a_problem(
+    capability: tuple[int, int], versions: dict[str, Any], reason: str
+) -> None:
+    machine = gpu_of(capability, versions=versions, cuda_driver=(13, 0))
+    assert usable(machine) == []
+    assert all(reason in one.reason for one in expected_attention(machine))
+    (problem,) = [one for one in judged(machine).problems if "torch" in one.what]
+    assert reason in problem.what
+    assert "install a torch" in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("capability", "versions"),
+    [
+        ((7, 0), {"torch": "2.13.0+cu126", "torch_cuda": "12.6"}),
+        ((7, 0), {"torch": "2.9.0+cu128", "torch_cuda": "12.8"}),  # some releases have it
+        ((8, 7), {"torch": "2.13.0+cu130", "torch_cuda": "13.0"}),  # Jetson has builds of its own
+        ((8, 9), {"torch": "2.13.0+cu130", "torch_cuda": "13.0"}),
+        ((12, 1), {"torch": "2.13.0+cu130", "torch_cuda": "13.0"}),
+        ((10, 0), {"torch": "2.7.0a0+nv25.3", "torch_cuda": "12.6"}),  # not a wheel of PyTorch's
+        ((9, 0), {"torch": "2.13.0", "torch_cuda": None}),
+        ((9, 0), {"torch": None, "torch_cuda": None}),
+        (None, {"torch": "2.13.0+cu130", "torch_cuda": "13.0"}),
+    ],
+)
+def test_a_torch_that_may_be_built_for_the_gpu_is_no_problem(
+    capability: tuple[int, int] | None, versions: dict[str, Any]
+) -> None:
+    machine = gpu_of(capability, versions=versions, cuda_driver=(13, 0))
+    assert [one for one in judged(machine).problems if "torch" in one.what] == []
+    assert usable(machine)[:2] == ["sdpa", "eager"]
+
+
+def test_what_torch_lists_is_read_as_architectures() -> None:
+    listed = ["sm_75", "sm_90a", "sm_100", "sm_120", "compute_120", "gfx942"]
+    assert architectures_of(listed) == ("7.5", "9.0a", "10.0", "12.0", "12.0+PTX")
+    assert build_refuses("2.13.0", architectures_of(["sm_80", "sm_90"]), (7, 5)) == (
+        "torch 2.13.0 is built for 8.0, 9.0, and compute capability 7.5 runs none of these"
     )
+    assert build_refuses("2.13.0", (), (7, 5)) is None
 
 
 def test_a_capability_that_is_not_told_is_not_guessed() -> None:
-    assert expected(gpu_of((8, 0), None))[FLASH2].reason == (
-        "expected: not known: the compute capability of a GPU is not told"
+    assert expected(gpu_of(None, (8, 0)))[FLASH2].reason == (
+        "expected: not known: the compute capability of the GPU is not told"
     )
+    told = judged(gpu_of(None))
+    assert told.precision == Fact("bf16", "TRL's default; the driver does not tell the compute capability of the GPU")
 
 
 @pytest.mark.parametrize(
@@ -149,6 +220,11 @@ def test_a_package_is_expected_by_its_version_and_its_gpu() -> None:
     assert old.reason == "expected: transformers takes `flash-attn` 2.3.3 or newer, and 2.2.0 is installed"
     weak = expected(gpu_of((8, 0), versions={"flash_attn_4": "4.0.0"}))["flash_attention_4"]
     assert weak.reason == "expected: `flash-attn-4` needs compute capability 9.0 or newer, and this is 8.0"
+    for version in ("flash_attn_3", "flash_attn_4"):
+        blackwell = expected(gpu_of((10, 0), versions={version: "4.0.0"}))["flash_attention_3"]
+        assert blackwell.reason == (
+            "expected: `flash-attn-3` is for 8.0, 9.0a, and compute capability 10.0 runs none of these"
+        )
     turing = expected(gpu_of((7, 5), versions={"flash_attn": "2.8.3"}))["flash_attention_2"]
     assert turing.reason == "expected: `flash-attn` needs compute capability 8.0 or newer, and this is 7.5"
 
@@ -159,10 +235,16 @@ def test_the_jobs_own_name_without_its_package_is_expected_as_the_hubs_kernel() 
 
 
 def test_flash_kernels_are_not_expected_in_float32() -> None:
-    machine = gpu_of((8, 0), precision=Fact("float32", "asked"))
-    assert expected(machine)[FLASH2].reason == (
-        "expected: flash kernels take bf16 and fp16, and the precision is float32"
-    )
+    machine = gpu_of((8, 0), versions={"flash_attn": "2.8.3"}, precision=Fact("float32", "asked"))
+    found = expected(machine)
+    for name in (FLASH2, FLASH3, "flash_attention_2"):
+        assert found[name].reason == "expected: flash kernels take bf16 and fp16, and the precision is float32"
+    # what the job computes in counts, not what the machine's jobs would
+    asked = {one.name: one.usable for one in expected_attention(machine, precision="bf16")}
+    assert asked[FLASH2]
+    bf16 = gpu_of((8, 0), precision=Fact("bf16", "Ampere"))
+    asked = {one.name: one.usable for one in expected_attention(bf16, precision="float32")}
+    assert (asked[FLASH2], asked["sdpa"]) == (False, True)
 
 
 def test_a_kernel_for_generation_is_never_expected() -> None:

@@ -63,7 +63,8 @@ MACHINES: list[tuple[str, tuple[FakeGpu, ...], dict[str, str], list[str], list[s
         ["1 NVIDIA H200 141 GiB", "0 Tesla T4 15 GiB"],
         [
             "the GPUs differ, and CUDA counts the fastest first by a rule of its own: "
-            "taken as 0 = NVIDIA H200, 1 = Tesla T4"
+            "taken as 0 = NVIDIA H200, 1 = Tesla T4",
+            "the GPUs are not alike, and GPU 1, NVIDIA H200, is the one that is used",
         ],
     ),
     (
@@ -71,7 +72,7 @@ MACHINES: list[tuple[str, tuple[FakeGpu, ...], dict[str, str], list[str], list[s
         (T4, H200),
         {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         ["0 Tesla T4 15 GiB", "1 NVIDIA H200 141 GiB"],
-        [],
+        ["the GPUs are not alike, and GPU 0, Tesla T4, is the one that is used"],
     ),
     (
         "two slices of one A100",
@@ -389,11 +390,10 @@ def test_a_t4_trains_in_fp16(laboratory: Laboratory) -> None:
     )
 
 
-def test_the_weakest_of_several_gpus_decides_the_precision(laboratory: Laboratory) -> None:
+def test_the_gpu_that_is_used_decides_the_precision(laboratory: Laboratory) -> None:
     machine = laboratory.machine(A100, T4)
-    assert machine.precision.value == "fp16"
-    assert "7.5, the lowest of the GPUs here" in machine.precision.reason
-    assert describe(machine) == "1x NVIDIA A100-SXM4-80GB + 1x Tesla T4, 15.0 GiB free each"
+    assert machine.precision == Fact("bf16", "compute capability 8.0 is Ampere or newer")
+    assert describe(machine) == "1x NVIDIA A100-SXM4-80GB, 80.0 GiB free + 1x Tesla T4, 15.0 GiB free"
 
 
 def test_a_hidden_gpu_does_not_decide_the_precision(laboratory: Laboratory) -> None:

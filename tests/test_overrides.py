@@ -225,12 +225,16 @@ def test_a_precision_that_the_gpu_has_needs_no_note(
         ({"fp16": True, "dtype": "float16"}, None, "`dtype: float16`"),
         ({"fp16": True, "dtype": "auto"}, "float16", "`dtype: auto`, which is float16 for this model"),
         ({"fp16": True, "dtype": "float32", "model_init_kwargs": {"dtype": "float16"}}, None, "`model_init_kwargs"),
+        ({"fp16": True, "dtype": "bfloat16"}, None, "`dtype: bfloat16`"),
+        ({"fp16": True, "dtype": "auto"}, "bfloat16", "`dtype: auto`, which is bfloat16 for this model"),
     ],
 )
-def test_fp16_weights_under_fp16_autocast_are_refused(
+def test_half_weights_under_fp16_autocast_are_refused(
     options: dict[str, Any], checkpoint: str | None, shown: str
 ) -> None:
-    with pytest.raises(AutotuneError, match="Attempting to unscale FP16 gradients") as raised:
+    with pytest.raises(
+        AutotuneError, match=r"Attempting to unscale FP16 gradients|not implemented for 'BFloat16'"
+    ) as raised:
         check_half_weights(options, checkpoint_dtype=checkpoint)
     assert shown in raised.value.what
     assert "float32" in raised.value.hint
@@ -242,12 +246,13 @@ def test_fp16_weights_under_fp16_autocast_are_refused(
         {"fp16": True, "dtype": "float32"},
         {"fp16": True, "dtype": "auto"},
         {"fp16": False, "dtype": "float16"},
+        {"fp16": False, "dtype": "bfloat16"},
         {"fp16": True, "dtype": "float16", "use_peft": True},
         {"fp16": True, "dtype": "float16", "use_cpu": True},
     ],
 )
 def test_weights_that_the_scaler_takes_are_not_refused(options: dict[str, Any]) -> None:
-    check_half_weights(options, checkpoint_dtype="bfloat16")
+    check_half_weights(options, checkpoint_dtype="float32")
 
 
 # --- their marks --------------------------------------------------------------------------------------------------

@@ -78,10 +78,11 @@ def ask(folder: Path, children: Children, monkeypatch: pytest.MonkeyPatch, capfd
     ("name", "value", "reason", "attention"),
     [
         ("t4", "fp16", "compute capability 7.5 is older than Ampere, which is the first with bf16",
-         ["sdpa", "eager", "flex_attention"]),
+         ["sdpa", "eager"]),
         ("b200", "bf16", "TRL's default, and compute capability 10.0 is Ampere or newer",
          ["sdpa", "eager", "flex_attention", "kernels-community/flash-attn2"]),
-        ("mi300x", "bf16", "TRL's default; precision is not probed on rocm", ["sdpa", "eager"]),
+        ("mi300x", "bf16",
+         "TRL's default, and AMD Instinct MI300X is CDNA 2 or newer, which has bf16 arithmetic", ["sdpa", "eager"]),
         ("cpu", "float32", "this CPU has no bf16 arithmetic; float32", ["sdpa", "eager"]),
     ],
 )  # fmt: skip
@@ -97,7 +98,7 @@ def test_precision_and_attention_are_those_of_the_machine_asked_about(
 
 def test_a_plan_for_another_machine_says_so_in_json(ask: Ask) -> None:
     plan = ask("t4").plan
-    assert list(plan) == ["schema", "what_if", "method", "precision", "candidates", "estimate", "axes"]
+    assert list(plan) == ["schema", "what_if", "method", "precision", "candidates", "estimate", "axes", "apart"]
     assert plan["what_if"] is True
 
 
@@ -140,7 +141,8 @@ def test_the_cores_that_are_said_bound_the_threads(cores: int, ask: Ask) -> None
 @pytest.mark.parametrize(
     ("name", "text", "what"),
     [
-        ("t4", "dtype: float16\n", "`fp16: true` with `dtype: float16`, which fails in the first step on a GPU"),
+        ("t4", "fp16: true\ndtype: float16\n", "`fp16: true` with `dtype: float16`, which fails in the first step on"),
+        ("t4", "fp16: true\ndtype: bfloat16\n", "not implemented for 'BFloat16'"),
         ("8x-a100", "fp16: true\ndtype: float16\n", "Attempting to unscale FP16 gradients"),
         ("t4", "tf32: true\n", "--tf32 requires Ampere or a newer GPU arch"),
         ("cpu", "tf32: true\n", "--tf32 requires Ampere or a newer GPU arch"),
@@ -164,10 +166,43 @@ def test_what_that_machine_would_refuse_is_refused(name: str, text: str, what: s
         ("cpu", "fp16: true\ndtype: float16\n"),  # accelerate ignores fp16 on a CPU
         ("t4", "fp16: true\ndtype: float16\nuse_peft: true\n"),
         ("t4", "bf16: true\ndtype: float16\n"),
+        ("t4", "dtype: float16\n"),
+        ("t4", "dtype: bfloat16\n"),
+        ("t4", "dtype: bfloat16\nuse_peft: true\n"),
     ],
 )
 def test_what_that_machine_would_take_is_taken(name: str, text: str, ask: Ask) -> None:
     assert ask(name, text=text).code == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fp16_is_not_added_over_weights_whose_gradients_it_cannot_scale(dtype: str, ask: Ask) -> None:
+    told = ask("t4", text=f"dtype: {dtype}\n", as_json=False)
+    assert "`fp16: true` added" not in told.err
+    assert (
+        f"no `fp16: true` is added over {dtype} weights, whose gradients it cannot scale, and compute capability "
+        "7.5 emulates bf16, which is slow; `fp16: true` with `dtype: float32` is native there" in told.err
+    )
+    assert ask("t4", text=f"dtype: {dtype}\n").plan["precision"] == {"value": "bf16", "reason": "TRL's default"}
+    assert "`fp16: true` added" in ask("t4", text=f"dtype: {dtype}\nuse_peft: true\n", as_json=False).err
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "flash"),
+    [
+        ("", (), True),
+        ("bf16: false\n", (), False),
+        ("bf16: false\ndtype: bfloat16\n", (), True),
+        ("bf16: true\n", ("--precision", "float32"), True),
+        ("", ("--precision", "float32"), False),
+        ("fp16: true\n", (), True),
+    ],
+)
+def test_flash_attention_is_offered_by_what_the_job_computes_in(
+    text: str, arguments: tuple[str, ...], flash: bool, ask: Ask
+) -> None:
+    offered = {choice["value"] for choice in ask("h200", *arguments, text=text).axis("attention")["choices"]}
+    assert ("kernels-community/flash-attn2" in offered) == flash
 
 
 # --- the parser on behalf of another machine ----------------------------------------------------------------------
@@ -215,7 +250,8 @@ def test_the_pretence_ends_with_its_child(folder: Path, children: Children) -> N
         ("--machine sft.yaml --dry-run", "the machine file `sft.yaml` is not JSON"),
         ("--machine --dry-run", "expected one argument"),
         ("--machine wrong.json --dry-run", "wrong in `gpus[0].compute_capability`: expected `array | null`, got `str`"),
-        ("--machine t4.json --gpus 0 --dry-run", "`--gpus` chooses among the GPUs that are here"),
+        ("--machine t4.json --gpus 1 --dry-run", "`--gpus 1` names `1`, and that is no GPU there"),
+        ("--machine cpu.json --gpus 0 --dry-run", "`--gpus 0` is given and that machine has no GPU"),
         ("--machine t4.json --gpu-memory 80GB --dry-run", "no GPU here has more than 15.0 GiB"),
     ],
 )  # fmt: skip

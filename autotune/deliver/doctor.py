@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from autotune.deliver.wording import HUB, attention_out
-from autotune.probe.builds import kernels_pair_refuses
+from autotune.probe.builds import gpu_refuses, kernels_pair_refuses
 from autotune.probe.gpus import Gpu
 from autotune.probe.machine import GIB, AttentionBackend, Machine
+from autotune.probe.torch_builds import driver_refuses
+from autotune.probe.used import used_line
 
 if TYPE_CHECKING:
     from autotune.probe.gpus import GpuProcess
@@ -60,7 +62,8 @@ def rows(machine: Machine) -> list[Row]:
         *([("what-if", "read from a file; that machine is not here")] if machine.what_if else []),
         ("machine", _machine(machine)),
         *_gpus(machine),
-        *([("driver", _driver(machine))] if machine.gpus or machine.driver else []),
+        *_used(machine),
+        *([("driver", _driver(machine))] if machine.backend == "cuda" or machine.driver else []),
         ("precision", f"{machine.precision.value}: {machine.precision.reason}"),
         *_attention(machine),
         *_layer_kernels(machine),
@@ -92,12 +95,18 @@ def _gpus(machine: Machine) -> list[Row]:
     ]
 
 
+def _used(machine: Machine) -> list[Row]:
+    line = used_line(machine.gpus, there=machine.what_if)
+    return [] if line is None else [("  used", line)]
+
+
 def _gpu(gpu: Gpu, machine: Machine) -> Iterator[str]:
     name = gpu.name if gpu.mig is None or gpu.mig in gpu.name else f"{gpu.name}, MIG slice {gpu.mig}"
     said = _said(machine, "gpu_memory")
     yield f"{name}, {gpu.free_bytes / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB free{said}"
     capability = gpu.compute_capability
-    yield f"compute capability {capability[0]}.{capability[1]}" if capability else "compute capability not told"
+    if machine.backend in ("cuda", "cpu"):
+        yield f"compute capability {capability[0]}.{capability[1]}" if capability else "compute capability not told"
     if gpu.linked_to:
         others = {other.index for other in machine.gpus} - {gpu.index}
         yield f"NVLink to {'every other' if set(gpu.linked_to) == others else _ranges(gpu.linked_to)}"
@@ -138,11 +147,13 @@ def _driver(machine: Machine) -> str:
     if torch_cuda is None:
         return f"{driver}; torch is not built for CUDA" if machine.backend == "cpu" else driver
     built = f"{driver}; torch is built for {torch_cuda}"
-    major = torch_cuda.partition(".")[0]
-    if cuda is None or not major.isdecimal():
+    if cuda is None:
         return built
-    # a driver runs any CUDA of its own major version or an older one (CUDA's minor version compatibility)
-    return f"{built}: {'they fit' if cuda[0] >= int(major) else 'the driver is too old for it'}"
+    if driver_refuses(machine.versions, cuda) is not None:
+        return f"{built}: the driver is too old for it"
+    if gpu_refuses(machine) is not None:
+        return f"{built}: they fit, and torch is not built for the GPU"
+    return f"{built}: they fit"
 
 
 def _attention(machine: Machine) -> list[Row]:

@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from autotune.job import Job, effective
+from autotune.job_limits import unscalable, weights_dtype
 from autotune.plan.data import Data
 from autotune.plan.lengths_report import LengthsReport, percentiles, sampling_seed, to_builtins
 from autotune.plan.space import Space
 from autotune.probe.facts import Fact
 from autotune.probe.machine import AMPERE, AttentionBackend, Machine
+from autotune.probe.used import used_gpu
 from autotune.search.found import UNSURE
 from autotune.search.statistics import Estimate
 from autotune.search.training import duration
 
 HUB = "kernels-community/"  # where the kernels come from that are named without a place
 seconds = duration
+EMULATES = "emulates bf16, which is slow"
 QUOTED = re.compile(r"`[^`]+`")
 
 
@@ -85,7 +88,7 @@ def precision(job: Job, machine: Machine) -> Fact:
     return Fact(value, machine.precision.reason if told else f"TRL's default, and {machine.precision.reason}")
 
 
-def precision_notes(job: Job, machine: Machine) -> list[str]:
+def precision_notes(job: Job, machine: Machine, *, checkpoint_dtype: str | None = None) -> list[str]:
     """What a person who chose the precision should know; nothing is changed, since it was chosen.
 
     torch accepts bf16 below Ampere and emulates it (torch 2.13, `torch.cuda.is_bf16_supported`).
@@ -98,14 +101,20 @@ def precision_notes(job: Job, machine: Machine) -> list[str]:
             f"`--precision {machine.precision.value}` has no effect: your job says "
             f"`{written[0]}: {str(job.options[written[0]]).lower()}`, and that stays"
         )
-    used = machine.gpus[0].compute_capability if machine.gpus else None
+    used = used_gpu(machine.gpus)
     on_gpu = machine.backend == "cuda" and not job.resolved.get("use_cpu")
-    if on_gpu and computes.value == "bf16" and used is not None and used < AMPERE:
+    if not on_gpu or used is None or used.compute_capability is None or used.compute_capability >= AMPERE:
+        return notes
+    if computes.value == "bf16":
         who = "your job has `bf16: true`" if written else "bf16 is asked for"
-        notes.append(
-            f"{who}, and compute capability {used[0]}.{used[1]} emulates bf16, which is slow; "
-            "`fp16: true` is native there; not changed, since you asked for it"
-        )
+        number = f"{used.compute_capability[0]}.{used.compute_capability[1]}"
+        held = weights_dtype(job.resolved, checkpoint_dtype)
+        if unscalable(job.resolved, checkpoint_dtype) is None:
+            rest = "`fp16: true` is native there; not changed, since you asked for it"
+        else:
+            who = who if written else f"no `fp16: true` is added over {held} weights, whose gradients it cannot scale"
+            rest = "`fp16: true` with `dtype: float32` is native there; not changed, since you asked for these weights"
+        notes.append(f"{who}, and compute capability {number} {EMULATES}; {rest}")
     return notes
 
 

@@ -39,6 +39,7 @@ from autotune.plan.space import Candidate
 from autotune.plan.training_state import FLOAT_BYTES, TrainingState, precision_of, training_state, widths_of
 from autotune.probe.machine import Machine
 from autotune.probe.model import ModelShape
+from autotune.probe.used import used_gpu
 
 # Estimates. A child forked from the preloaded server holds 320 MiB, and some 90 MiB more once a training of a tiny
 # model has touched its libraries. A CUDA context with cuBLAS takes 0.4 to 0.8 GB, by card and driver.
@@ -260,7 +261,8 @@ def _generation(job: Job, machine: Machine) -> list[Held]:
     if not resolved.get("use_vllm") or resolved.get("vllm_mode") != "colocate" or not machine.gpus:
         return []
     share = float(resolved.get("vllm_gpu_memory_utilization") or 0.0)
-    return [Held("generation", share * min(gpu.memory_bytes for gpu in machine.gpus))]
+    used = used_gpu(machine.gpus)
+    return [] if used is None else [Held("generation", share * used.memory_bytes)]
 
 
 def terms_of(candidate: Candidate, micro_batch: MicroBatch, model: ModelShape, job: Job, machine: Machine) -> Terms:

@@ -16,6 +16,7 @@ from autotune.errors import AutotuneError
 from autotune.kernel_revision import LOCAL
 from autotune.probe.attention_names import (
     CONTAMINATES,
+    FLASH_KERNELS,
     HUB_KERNELS,
     NATIVE,
     PACKAGES,
@@ -23,11 +24,13 @@ from autotune.probe.attention_names import (
     VARIABLE,
     malformed,
     packing_of,
+    repository,
 )
 from autotune.probe.attention_trial import TIMED_TOKENS, Heads, Outcome, try_backend
-from autotune.probe.builds import package_refuses
+from autotune.probe.builds import package_refuses, package_unfit, precision_refuses
 from autotune.probe.hub_kernels import hub_refuses
 from autotune.probe.machine import AttentionBackend, Backend, Machine
+from autotune.probe.torch_builds import architectures_of, build_refuses
 from autotune.probe.versions import installed_version
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ def probe_attention(
     *,
     job_attention: str | None,
     model: dict[str, Any] | None,
+    precision: str | None = None,
     folder: Path | None = None,
     children: Children,
 ) -> tuple[AttentionBackend, ...]:
@@ -53,6 +57,9 @@ def probe_attention(
     `model` may tell `num_attention_heads`, `num_key_value_heads` and `head_dim`, or the `model` to read them from,
     with its `revision` and `trust_remote_code`; a relative path starts at `folder`. With `model` its class is asked
     what it supports, too: some have no sdpa, some run another kernel than the one named.
+
+    `precision` is what the job's attention computes in, None for what the machine's jobs compute in; flash kernels are
+    not tried in float32, which they do not have.
 
     On a CPU all are tried in one child (0.2 s when warm); on a GPU each kernel in a child of its own, so that one
     that crashes or hangs rejects itself only. Raises AutotuneError when the model cannot be read.
@@ -66,7 +73,7 @@ def probe_attention(
             "names": group,
             "job_attention": job_attention,
             "backend": machine.backend,
-            "precision": machine.precision.value,
+            "precision": precision or machine.precision.value,
             "model": model or {},
         }
         one_may_fail = on_gpu and group[0] not in ("sdpa", "eager")
@@ -119,6 +126,10 @@ def _judge(name: str, heads: Heads, *, as_asked: bool) -> AttentionBackend:
         refusals.append(lambda: _package_refuses(name, heads.backend, as_asked=as_asked))
     elif name not in NATIVE and not _is_known(name):
         refusals = [lambda: malformed(name), *refusals, lambda: hub_refuses(name, heads.backend)]
+    if heads.backend == "cuda":
+        refusals = [_torch_refuses, *refusals]
+    if heads.backend != "cpu" and (name in PACKAGES or repository(name) in FLASH_KERNELS):
+        refusals.append(lambda: precision_refuses(heads.precision))
     for refusal in refusals:
         reason = refusal()
         if reason is not None:
@@ -204,19 +215,24 @@ def _package_refuses(name: str, backend: Backend, *, as_asked: bool) -> str | No
         if as_asked:
             return hub_refuses(package.stand_in, backend)
         return f"the package `{package.distribution}` is not installed; `{package.stand_in}` is the same from the hub"
-    return package_refuses(name, installed) or _too_weak(package.distribution, package.capability, backend)
+    return package_refuses(name, installed) or _package_unfit(name, backend)
 
 
-def _too_weak(distribution: str, needed: tuple[int, int], backend: Backend) -> str | None:
+def _package_unfit(name: str, backend: Backend) -> str | None:
     """transformers 5.22.2 asks for the capability only where the package is missing (`modeling_utils.py`,
     `_flash_attn_import_error`); with it, the first step of a training would fail."""
     import torch
 
-    if backend != "cuda":
+    if backend != "cuda" or not torch.cuda.device_count():
         return None
-    found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    weakest = min(found, default=needed)
-    if weakest >= needed:
-        return None
-    wanted, here = (f"{major}.{minor}" for major, minor in (needed, weakest))
-    return f"`{distribution}` needs compute capability {wanted} or newer, and this is {here}"
+    return package_unfit(name, torch.cuda.get_device_capability(0))
+
+
+def _torch_refuses() -> str | None:
+    """Why torch has nothing that runs on this GPU, asked of torch itself; None where it has."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None  # trying says why
+    built_for = architectures_of(torch.cuda.get_arch_list())
+    return build_refuses(torch.__version__, built_for, torch.cuda.get_device_capability(0))

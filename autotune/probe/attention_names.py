@@ -41,6 +41,8 @@ HUB_KERNELS = (
     GENERATION_ONLY,
 )
 
+FLASH_KERNELS = tuple(name for name in HUB_KERNELS if name != GENERATION_ONLY)
+
 DENSE = "dense mask"
 VARIABLE = "variable length"
 CONTAMINATES = "contaminates"

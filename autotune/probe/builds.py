@@ -6,12 +6,10 @@ is published does not say.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-
 import msgspec
 from packaging.version import InvalidVersion, Version
 
+from autotune.probe.architectures import Capability, dotted, number, supports, version_pair
 from autotune.probe.attention_names import (
     GENERATION_ONLY,
     HUB_KERNELS,
@@ -21,14 +19,21 @@ from autotune.probe.attention_names import (
     packing_of,
     repository,
 )
+from autotune.probe.facts import Fact
 from autotune.probe.machine import AttentionBackend, Machine
+from autotune.probe.torch_builds import FLEX_ATTENTION, driver_refuses, torch_refuses
+from autotune.probe.used import used_gpu
 from autotune.probe.versions import known_kernels_bounds
 
-Capability = tuple[int, int]
-
-TRITON_CAPABILITY = (7, 0)  # torch 2.13, `_inductor/scheduler.py`, GPUTooOldForTriton
+# Triton supports 8.0 and newer (its README, "Compatibility"); torch refuses it below 7.0 (torch 2.13,
+# `_inductor/scheduler.py`, GPUTooOldForTriton)
+TRITON_SUPPORTS, TRITON_CAPABILITY = (8, 0), (7, 0)
+NOT_TOLD = "not known: the compute capability of the GPU is not told"
 GENERATES = "it is for generation and has no backward"
-FLASH_ATTENTION_4_NEEDS = "`einops`, `apache-tvm-ffi` and `nvidia-cutlass-dsl`"
+FLASH_ATTENTION_4_NEEDS = (
+    "not known: whether `einops`, `apache-tvm-ffi` and `nvidia-cutlass-dsl`, which it is compiled with, are installed "
+    "there is not told; `pip install einops apache-tvm-ffi nvidia-cutlass-dsl` brings them"
+)
 
 
 class Builds(msgspec.Struct, frozen=True):
@@ -52,9 +57,18 @@ PUBLISHED = {
 OTHER_DEVICES = {"kernels-community/flash-attn2": ("xpu",)}
 
 
-def expected_attention(machine: Machine, *, job_attention: str | None = None) -> tuple[AttentionBackend, ...]:
-    """Each backend, `job_attention` among them, as it should be on `machine`. The weakest GPU decides."""
+def expected_attention(
+    machine: Machine, *, job_attention: str | None = None, precision: str | None = None
+) -> tuple[AttentionBackend, ...]:
+    """Each backend, `job_attention` among them, as it should be on `machine`, by the GPU that is used.
+
+    `precision` is what the job's attention computes in (`autotune.plan.precision.attention_precision`), None for
+    what the machine's jobs compute in.
+    """
     names = dict.fromkeys([*NATIVE, *PACKAGES, *HUB_KERNELS, *([job_attention] if job_attention else [])])
+    if precision is not None:
+        fact = Fact(precision, machine.precision.reason)
+        machine = msgspec.structs.replace(machine, precision=fact)
     return tuple(_expected(name, machine, as_asked=name == job_attention) for name in names)
 
 
@@ -66,6 +80,12 @@ def _expected(name: str, machine: Machine, *, as_asked: bool) -> AttentionBacken
 
 
 def _judged(name: str, machine: Machine, *, as_asked: bool) -> tuple[bool, str]:
+    wrong = malformed(name) if name.removeprefix("paged|") not in (*NATIVE, *PACKAGES) else None
+    if wrong is not None:
+        return False, wrong
+    refused = gpu_refuses(machine)
+    if refused is not None:
+        return False, refused
     if name in ("sdpa", "eager"):
         return True, "runs wherever torch does"
     if name == "flex_attention":
@@ -74,8 +94,16 @@ def _judged(name: str, machine: Machine, *, as_asked: bool) -> tuple[bool, str]:
         return _package(name, machine, as_asked=as_asked)
     if name.startswith("paged|"):  # for generation; transformers trains with what stands behind it
         return _judged(name.removeprefix("paged|"), machine, as_asked=as_asked)
-    wrong = malformed(name)
-    return (False, wrong) if wrong is not None else _hub(name, machine)
+    return _hub(name, machine)
+
+
+def gpu_refuses(machine: Machine) -> str | None:
+    """Why nothing at all runs on the CUDA GPU that is used; None where something does, or where that is not known."""
+    if machine.backend != "cuda":
+        return None
+    return driver_refuses(machine.versions, machine.cuda_driver) or torch_refuses(
+        machine.versions, _capability(machine)
+    )
 
 
 def _flex(machine: Machine) -> tuple[bool, str]:
@@ -83,8 +111,13 @@ def _flex(machine: Machine) -> tuple[bool, str]:
         return False, "flex_attention has no backward on a CPU"  # torch 2.13, `_higher_order_ops/flex_attention.py`
     if machine.backend != "cuda":
         return False, f"not known on {machine.backend}"
-    refused = _too_weak(machine, TRITON_CAPABILITY, "Triton, which compiles it,") or _driver_refuses(machine)
-    return (False, refused) if refused else (True, f"Triton compiles it for {_number(_weakest(machine))}")
+    torch = version_pair(machine.versions.get("torch"))
+    if torch is not None and torch < FLEX_ATTENTION:
+        return False, f"it came with torch {dotted(FLEX_ATTENTION)}, and {machine.versions['torch']} is installed"
+    refused = _too_weak(machine, TRITON_CAPABILITY, "Triton, which compiles it,")
+    if refused is None and _too_weak(machine, TRITON_SUPPORTS, "Triton"):
+        refused = f"not known: Triton, which compiles it, supports 8.0 and newer, and this is {_told(machine)}"
+    return (False, refused) if refused else (True, f"Triton compiles it for {number(_capability(machine))}")
 
 
 def _package(name: str, machine: Machine, *, as_asked: bool) -> tuple[bool, str]:
@@ -93,6 +126,9 @@ def _package(name: str, machine: Machine, *, as_asked: bool) -> tuple[bool, str]
         return False, "needs a CUDA GPU"
     if machine.backend != "cuda":
         return False, f"not known on {machine.backend}"
+    unfit = package_unfit(name, _capability(machine))
+    if unfit is not None:
+        return False, unfit
     installed = machine.versions.get(package.distribution.replace("-", "_"))
     if installed is None:
         if as_asked:
@@ -102,12 +138,7 @@ def _package(name: str, machine: Machine, *, as_asked: bool) -> tuple[bool, str]
             False,
             f"the package `{package.distribution}` is not there; `{package.stand_in}` is the same from the hub",
         )
-    refused = (
-        package_refuses(name, installed)
-        or _too_weak(machine, package.capability, f"`{package.distribution}`")
-        or _precision_refuses(machine)
-        or _driver_refuses(machine)
-    )
+    refused = package_refuses(name, installed) or _precision_refuses(machine)
     return (False, refused) if refused else (True, f"`{package.distribution}` {installed} is there")
 
 
@@ -123,6 +154,21 @@ def package_refuses(name: str, installed: str) -> str | None:
     if fits:
         return None
     return f"transformers takes `{package.distribution}` {package.lowest} or newer, and {installed} is installed"
+
+
+def package_unfit(name: str, capability: Capability | None) -> str | None:
+    """Why a FlashAttention package has nothing for a GPU: it is the hub's kernel under another name, and built for the
+    same."""
+    package = PACKAGES[name]
+    if capability is None:
+        return NOT_TOLD
+    if capability < package.capability:
+        wants = f"`{package.distribution}` needs compute capability {dotted(package.capability)} or newer"
+        return f"{wants}, and this is {dotted(capability)}"
+    architectures = PUBLISHED[package.stand_in].architectures
+    if supports(architectures, capability):
+        return None
+    return f"`{package.distribution}` is for {', '.join(architectures)}, and {number(capability)} runs none of these"
 
 
 def _hub(name: str, machine: Machine) -> tuple[bool, str]:
@@ -143,7 +189,7 @@ def _hub(name: str, machine: Machine) -> tuple[bool, str]:
         return False, refused
     return (
         True,
-        f"it is built for {', '.join(PUBLISHED[kernel].architectures)}, which {_number(_weakest(machine))} runs",
+        f"it is built for {', '.join(PUBLISHED[kernel].architectures)}, which {number(_capability(machine))} runs",
     )
 
 
@@ -173,86 +219,48 @@ def _build_refuses(kernel: str, machine: Machine) -> str | None:
     builds = PUBLISHED[kernel]
     if kernel == PACKAGES["flash_attention_4"].stand_in:
         weak = _too_weak(machine, PACKAGES["flash_attention_4"].capability, "FlashAttention 4")
-        return weak or f"not known: it is Python that needs {FLASH_ATTENTION_4_NEEDS}"
-    capabilities = _capabilities(machine)
-    if capabilities is None:
-        return "not known: the compute capability of a GPU is not told"
-    for capability in sorted(capabilities):
-        if not supports(builds.architectures, capability):
-            return f"it is built for {', '.join(builds.architectures)}, and {_number(capability)} runs none of these"
-    torch_cuda = _pair(machine.versions.get("torch_cuda"))
+        return weak or FLASH_ATTENTION_4_NEEDS
+    capability = _capability(machine)
+    if capability is None:
+        return NOT_TOLD
+    if not supports(builds.architectures, capability):
+        return f"it is built for {', '.join(builds.architectures)}, and {number(capability)} runs none of these"
+    torch_cuda = version_pair(machine.versions.get("torch_cuda"))
     if builds.cuda is not None:
-        needed = _dotted(builds.cuda)
+        needed = dotted(builds.cuda)
         if torch_cuda is None:
             return f"not known: it needs a torch for CUDA {needed} or newer, and the version of torch's is not told"
         if torch_cuda < builds.cuda:
-            return f"it needs a torch for CUDA {needed} or newer, and this one is for {_dotted(torch_cuda)}"
-    return _driver_refuses(machine)
-
-
-def _driver_refuses(machine: Machine) -> str | None:
-    """A driver runs any CUDA of its own major version or an older one (CUDA's minor version compatibility)."""
-    torch_cuda, driver = _pair(machine.versions.get("torch_cuda")), machine.cuda_driver
-    if torch_cuda is None or driver is None or driver[0] >= torch_cuda[0]:
-        return None
-    return f"torch is built for CUDA {_dotted(torch_cuda)}, and the driver runs CUDA up to {_dotted(driver)}"
+            return f"it needs a torch for CUDA {needed} or newer, and this one is for {dotted(torch_cuda)}"
+    return None
 
 
 def _precision_refuses(machine: Machine) -> str | None:
-    if machine.precision.value in ("bf16", "fp16"):
+    return precision_refuses(machine.precision.value)
+
+
+def precision_refuses(precision: str) -> str | None:
+    """Why flash kernels do not run in this precision; None where they do. They have no float32, and float32 weights
+    are cast for them only under autocast (transformers 5.22.2, `integrations/flash_attention.py`,
+    `get_target_dtype`)."""
+    if precision in ("bf16", "fp16"):
         return None
-    return f"flash kernels take bf16 and fp16, and the precision is {machine.precision.value}"
+    return f"flash kernels take bf16 and fp16, and the precision is {precision}"
 
 
 def _too_weak(machine: Machine, needed: Capability, who: str) -> str | None:
-    capabilities = _capabilities(machine)
-    if capabilities is None:
-        return "not known: the compute capability of a GPU is not told"
-    weakest = min(capabilities)
-    if weakest >= needed:
+    capability = _capability(machine)
+    if capability is None:
+        return NOT_TOLD
+    if capability >= needed:
         return None
-    return f"{who} needs compute capability {_dotted(needed)} or newer, and this is {_dotted(weakest)}"
+    return f"{who} needs compute capability {dotted(needed)} or newer, and this is {dotted(capability)}"
 
 
-def _capabilities(machine: Machine) -> list[Capability] | None:
-    told = [gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability is not None]
-    return told if told and len(told) == len(machine.gpus) else None
+def _told(machine: Machine) -> str:
+    return dotted(_capability(machine) or (0, 0))
 
 
-def _weakest(machine: Machine) -> Capability:
-    return min(_capabilities(machine) or [(0, 0)])
-
-
-def _number(capability: Capability) -> str:
-    return f"compute capability {_dotted(capability)}"
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-def _pair(version: str | None) -> tuple[int, int] | None:
-    match = re.match(r"(\d+)\.(\d+)", version or "")
-    return (int(match.group(1)), int(match.group(2))) if match else None
-
-
-def supports(architectures: Sequence[str], capability: Capability) -> bool:
-    """Whether a build for these CUDA architectures runs on a GPU of this compute capability.
-
-    kernels 0.17.2, `archs.py`, `_supports_cuda_capability`: `9.0a` runs on exactly that capability, `9.0` and `9.0f`
-    on the same generation from that minor version on, `9.0+PTX` on anything newer; a list in no known form on all.
-    """
-    known = [runs for runs in (_runs(one, capability) for one in architectures) if runs is not None]
-    return not known or any(known)
-
-
-def _runs(architecture: str, capability: Capability) -> bool | None:
-    match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
-    if match is None:
-        return None
-    built = (int(match.group(1)), int(match.group(2)))
-    if match.group(3) == "a":
-        return capability == built
-    if match.group(4) and not match.group(3):
-        return capability >= built
-    return capability[0] == built[0] and capability[1] >= built[1]
+def _capability(machine: Machine) -> Capability | None:
+    used = used_gpu(machine.gpus)
+    return None if used is None else used.compute_capability

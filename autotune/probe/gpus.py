@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import psutil
 
 from autotune.errors import AutotuneError
 from autotune.probe.facts import Problem
+from autotune.probe.gpu import MOST_BYTES, Bytes, Gpu, GpuProcess
 from autotune.probe.nvml import (
     NVML_P2P_CAPS_INDEX_NVLINK,
     NVML_P2P_CAPS_INDEX_READ,
@@ -23,48 +24,20 @@ from autotune.probe.nvml import (
     open_nvml,
     slice_profile,
 )
-from autotune.probe.visible import Card, Shown, chosen, visible
+from autotune.probe.used import SHARING_RAM, busy_problem, mixed
+from autotune.probe.visible import Card, Shown, chosen, chosen_of, visible
 
-LITTLE_BYTES = 256 * 2**20  # a display, or an MPS server that waits; a process that computes holds more
-# What no process accounts for and is still no sign of one: the driver keeps 0.6 GiB of an 80 GiB card for itself.
-UNSEEN_BYTES, UNSEEN_SHARE = 2 * 2**30, 0.05
-SHARING_RAM = ("GB10", "Tegra", "Orin", "Thor", "Xavier", "Jetson")  # GPUs without memory of their own, by name
-
-MOST_BYTES = 2**50  # no machine has a pebibyte of memory
-Bytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
-
-
-class GpuProcess(msgspec.Struct, frozen=True):
-    """A process of somebody else that computes on a GPU; None for what the system does not tell, or `doctor` others."""
-
-    pid: int | None
-    name: str | None
-    memory_bytes: Bytes | None
-
-
-class Gpu(msgspec.Struct, frozen=True):
-    """One GPU, or one MIG slice of it.
-
-    `index` is NVML's, in PCI order; launches name a GPU by `uuid`. `mig` is the slice's profile, such as `3g.40gb`;
-    the memory and the processes are then the slice's own. `linked_to` and `peer_access` are indices of other GPUs:
-    reached over NVLink, and readable directly over any bus. `busy_processes` counts `processes`: those of others,
-    which are neither this process nor an ancestor or a child of it. None: the driver does not tell.
-    """
-
-    index: int
-    uuid: str
-    name: str
-    compute_capability: tuple[int, int] | None
-    memory_bytes: Bytes
-    free_bytes: Bytes
-    mig: str | None
-    linked_to: tuple[int, ...] | None
-    busy_processes: int | None
-    peer_access: tuple[int, ...] | None = ()
-    pci: str | None = None  # its place on the bus, as `nvidia-smi` writes it
-    processes: tuple[GpuProcess, ...] = ()
-    power_limit_watts: float | None = None
-    throttling: tuple[str, ...] | None = None  # why its clocks are held back, in words; None where not told
+__all__ = [
+    "MOST_BYTES",
+    "Bytes",
+    "Gpu",
+    "GpuProcess",
+    "NvmlReport",
+    "choose_gpus",
+    "chosen_of",
+    "gpu_problems",
+    "probe_gpus",
+]
 
 
 class NvmlReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,13 +86,15 @@ def _report(nvml: Any, environment: Mapping[str, str], ram_bytes: int, free_ram_
     shown = visible(cards, environment)
     problems += shown.problems
     gpus: list[Gpu] = []
+    own: dict[str, int] = {}
     for one in shown.shown:
         try:
-            gpu = _gpu(nvml, one, cards, problems, ram_bytes, free_ram_bytes)
+            gpu, own[one.uuid] = _gpu(nvml, one, cards, problems, ram_bytes, free_ram_bytes)
         except nvml.NVMLError as error:  # lost since it was listed, or its memory cannot be read
             problems.append(no_answer(one.card.index, error))
             continue
         gpus.append(gpu)
+    problems += gpu_problems(gpus, own_bytes=own, ram_bytes=ram_bytes)
     cuda = ask(nvml, nvml.nvmlSystemGetCudaDriverVersion)
     return NvmlReport(
         gpus=tuple(gpus),
@@ -131,7 +106,8 @@ def _report(nvml: Any, environment: Mapping[str, str], ram_bytes: int, free_ram_
 
 def _gpu(
     nvml: Any, one: Shown, cards: Sequence[Card], problems: list[Problem], ram_bytes: int, free_ram_bytes: int
-) -> Gpu:
+) -> tuple[Gpu, int]:
+    """A GPU, and the bytes of it that this process and its relatives hold."""
     card = one.card
     handle = card.handle if one.slice is None else one.slice.handle
     mig, slice_bytes = (None, None) if one.slice is None else slice_profile(nvml, handle)
@@ -167,8 +143,7 @@ def _gpu(
         power_limit_watts=None if power_milliwatts is None else power_milliwatts / 1000,
         throttling=held_back_by(nvml, card.handle),
     )
-    problems += _problems(gpu, own_bytes, shares_ram=total == ram_bytes)
-    return gpu
+    return gpu, own_bytes
 
 
 def _reached(nvml: Any, one: Shown, cards: Sequence[Card], way: int) -> tuple[int, ...] | None:
@@ -212,42 +187,23 @@ def _name(nvml: Any, pid: int) -> str | None:
         return Path(path).name if path else None
 
 
-def _problems(gpu: Gpu, own_bytes: int, *, shares_ram: bool) -> list[Problem]:
-    where = f"GPU {gpu.index} ({gpu.name})"
-    found: list[Problem] = []
-    used_bytes = gpu.memory_bytes - gpu.free_bytes
-    holders = [
-        process
-        for process in gpu.processes
-        if (used_bytes if process.memory_bytes is None else process.memory_bytes) > LITTLE_BYTES
-    ]
-    told_bytes = own_bytes + sum(process.memory_bytes or 0 for process in gpu.processes)
-    if holders:
-        names = ", ".join(_holder(process) for process in holders)
-        found.append(
-            Problem(
-                what=f"{where} is in use by {names}",
-                hint="wait for it, or tune on another GPU with `--gpus`: figures are wrong beside other work",
-            )
+def gpu_problems(
+    gpus: Sequence[Gpu], *, own_bytes: Mapping[str, int] | None = None, ram_bytes: int | None = None
+) -> list[Problem]:
+    """What is wrong with each GPU, and with all of them together. `own_bytes` are held by this process and its
+    relatives, by UUID; a GPU with `ram_bytes` of memory shares it with the CPU."""
+    together = mixed(gpus)
+    found = [] if together is None else [together]
+    for gpu in gpus:
+        used = busy_problem(
+            gpu, gpus, own_bytes=(own_bytes or {}).get(gpu.uuid, 0), shares_ram=gpu.memory_bytes == ram_bytes
         )
-    elif not shares_ram and used_bytes - told_bytes > max(UNSEEN_BYTES, UNSEEN_SHARE * gpu.memory_bytes):
-        found.append(
-            Problem(
-                what=f"{(used_bytes - told_bytes) / 2**30:.1f} GiB of {where} are in use by nothing that is seen here",
-                hint="see `nvidia-smi` outside the container; figures are wrong beside other work",
+        found += [] if used is None else [used]
+        if gpu.throttling:
+            found.append(
+                Problem(
+                    what=f"GPU {gpu.index} ({gpu.name}) is held back by {' and '.join(gpu.throttling)}",
+                    hint="see `nvidia-smi -q -d PERFORMANCE`; trials that are slowed down one by one do not compare",
+                )
             )
-        )
-    if gpu.throttling:
-        found.append(
-            Problem(
-                what=f"{where} is held back by {' and '.join(gpu.throttling)}",
-                hint="see `nvidia-smi -q -d PERFORMANCE`; trials that are slowed down one by one do not compare",
-            )
-        )
     return found
-
-
-def _holder(process: GpuProcess) -> str:
-    name = "a process" if process.name is None else f"`{process.name}`"
-    size = "" if process.memory_bytes is None else f" with {process.memory_bytes / 2**30:.1f} GiB"
-    return f"{name} (pid {process.pid}){size}"

@@ -12,13 +12,18 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from autotune.errors import AutotuneError
+from autotune.given_file import read_given
+from autotune.probe.device_precision import AMPERE, Backend, Precision, choose_precision
 from autotune.probe.facts import Fact, Problem
-from autotune.probe.gpus import MOST_BYTES, Bytes, Gpu, NvmlReport, probe_gpus
+from autotune.probe.gpus import MOST_BYTES, Bytes, Gpu, NvmlReport, gpu_problems, probe_gpus
 from autotune.probe.host import Cpu, probe_cpu, probe_memory
 from autotune.probe.machine_document import NEW_FILE, check_content, check_sense, named, printable, wrong_field
+from autotune.probe.torch_builds import torch_problems
+from autotune.probe.used import used_gpu
 from autotune.probe.versions import TorchBuild, kernels_problem, probe_torch_build, probe_versions
 
 __all__ = [
+    "AMPERE",
     "Abilities",
     "AttentionBackend",
     "Backend",
@@ -30,6 +35,7 @@ __all__ = [
     "Precision",
     "Problem",
     "as_torch_sees",
+    "choose_precision",
     "describe",
     "machine_from_json",
     "probe_machine",
@@ -37,10 +43,6 @@ __all__ = [
     "to_json",
 ]
 
-Backend = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
-Precision = Literal["bf16", "fp16", "float32"]
-
-AMPERE = (8, 0)  # the first compute capability with bf16 arithmetic; older ones emulate it
 GIB = 2**30
 
 # What can be overridden, in words
@@ -113,8 +115,9 @@ def probe_machine(environment: Mapping[str, str] = os.environ) -> Machine:
     problems = [*nvml.problems]
     if nvml.gpus and backend == "cpu":
         problems.append(_gpus_without_cuda(nvml, versions["torch"]))
-    if nvml.gpus and backend == "cuda" and build.cuda is not None and nvml.cuda_driver is not None:
-        problems += _driver_too_old(nvml.driver, nvml.cuda_driver, build.cuda)
+    if backend == "cuda":
+        built = {**versions, "torch_cuda": build.cuda}
+        problems += _torch_problems(nvml.gpus, built, nvml.cuda_driver, nvml.driver)
     unfit = kernels_problem(versions)
     if unfit is not None:
         problems.append(unfit)
@@ -157,57 +160,19 @@ def _gpus_without_cuda(nvml: NvmlReport, torch: str | None) -> Problem:
     )
 
 
-def _driver_too_old(driver: str | None, runs: tuple[int, int], built_for: str) -> list[Problem]:
-    """A driver runs any CUDA of its own major version or an older one (CUDA's minor version compatibility)."""
-    major = built_for.partition(".")[0]
-    if not major.isdecimal() or runs[0] >= int(major):
-        return []
-    return [
-        Problem(
-            what=f"torch is built for CUDA {built_for}, and the driver {driver or 'here'} runs CUDA up to "
-            f"{runs[0]}.{runs[1]}, so torch will find no GPU",
-            hint=f"update the driver, or install a torch that is built for CUDA {runs[0]}",
-        )
-    ]
-
-
-def choose_precision(backend: Backend, gpus: tuple[Gpu, ...], cpu: Cpu) -> Fact:
-    """The precision to train in when the user did not say: the best that the weakest device can do in hardware.
-
-    torch itself accepts bf16 on GPUs older than Ampere and emulates it, slowly
-    (torch 2.13, `torch.cuda.is_bf16_supported`).
-    """
-    match backend:
-        case "cuda":
-            return _gpu_precision(gpus)
-        case "rocm" | "xpu":
-            return Fact("bf16", f"TRL's default; precision is not probed on {backend}")
-        case "mps":
-            return Fact("float32", "precision is not probed on mps")
-        case "cpu":
-            if cpu.bf16:
-                return Fact("bf16", f"this CPU has bf16 arithmetic ({cpu.bf16_flag or 'bf16'})")
-            return Fact("float32", "this CPU has no bf16 arithmetic")
+def _torch_problems(
+    gpus: tuple[Gpu, ...], versions: dict[str, str | None], runs: tuple[int, int] | None, driver: str | None
+) -> list[Problem]:
+    used = used_gpu(gpus)
+    return torch_problems(versions, None if used is None else used.compute_capability, runs=runs, driver=driver)
 
 
 def for_one_gpu(machine: Machine) -> Machine:
-    """The machine as a job sees it that uses the first of its GPUs: that one decides the precision."""
-    if len(machine.gpus) < 2 or "precision" in machine.overridden:
+    """The machine as a job sees it that uses one of its GPUs: that one stands first."""
+    used = used_gpu(machine.gpus)
+    if used is None or used is machine.gpus[0]:
         return machine
-    precision = choose_precision(machine.backend, machine.gpus[:1], machine.cpu)
-    return msgspec.structs.replace(machine, precision=precision)
-
-
-def _gpu_precision(gpus: tuple[Gpu, ...]) -> Fact:
-    told = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
-    if len(told) < len(gpus) or not told:
-        return Fact("float32", "the driver does not tell the compute capability of every GPU")
-    weakest = min(told)
-    number = f"{weakest[0]}.{weakest[1]}"
-    of_several = ", the lowest of the GPUs here," if len(set(told)) > 1 else ""
-    if weakest >= AMPERE:
-        return Fact("bf16", f"compute capability {number}{of_several} is Ampere or newer")
-    return Fact("fp16", f"compute capability {number}{of_several} is older than Ampere, which is the first with bf16")
+    return msgspec.structs.replace(machine, gpus=(used, *(gpu for gpu in machine.gpus if gpu is not used)))
 
 
 def to_json(machine: Machine) -> bytes:
@@ -244,39 +209,48 @@ def machine_from_json(content: bytes, *, file: Path | None = None) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine of a file, for a what-if: it is taken not to be here.
+    """The machine of a file, for a what-if: it is taken not to be here. Raises AutotuneError for a file that is not
+    there, cannot be read, or is wrong."""
+    content = read_given(
+        path,
+        what="the machine file",
+        hint="give the path of a file; `trl-autotune doctor --json > machine.json` makes one on the machine meant",
+    )
+    return judged(msgspec.structs.replace(machine_from_json(content, file=path), what_if=True))
 
-    Its precision is what its GPUs and its CPU give, unless the file says that somebody chose another
-    (`overridden`). Raises AutotuneError for a file that is not there, cannot be read, or is wrong.
+
+def judged(machine: Machine) -> Machine:
+    """A machine of a file with what follows from what it tells, whatever the file says follows.
+
+    Its precision is what its GPU or its CPU gives, unless the file says that somebody chose another (`overridden`).
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise AutotuneError(
-            f"cannot read the machine file `{path}`: {error.strerror}",
-            hint="give the path of a file; `trl-autotune doctor --json > machine.json` makes one on the machine meant",
-        ) from None
-    machine = machine_from_json(content, file=path)
-    precision, problems = machine.precision, machine.problems
+    precision = machine.precision
+    found = gpu_problems(machine.gpus, ram_bytes=machine.ram_bytes)
+    if machine.backend == "cuda":
+        found += _torch_problems(machine.gpus, machine.versions, machine.cuda_driver, machine.driver)
     if "precision" not in machine.overridden:
         precision = choose_precision(machine.backend, machine.gpus, machine.cpu)
         if precision.value != machine.precision.value:
-            differs = Problem(
-                what=f"the machine file says {machine.precision.value}, and what it tells of that machine gives "
-                f"{precision.value}: {precision.reason}",
-                hint="the latter is taken; `--precision` chooses another",
+            found.append(
+                Problem(
+                    what=f"the machine file says {machine.precision.value}, and what it tells of that machine gives "
+                    f"{precision.value}: {precision.reason}",
+                    hint="the latter is taken; `--precision` chooses another",
+                )
             )
-            problems = (*problems, differs)
-    return msgspec.structs.replace(machine, what_if=True, precision=precision, problems=problems)
+    told = {problem.what for problem in machine.problems}
+    problems = (*machine.problems, *(problem for problem in found if problem.what not in told))
+    return msgspec.structs.replace(machine, precision=precision, problems=problems)
 
 
 def as_torch_sees(machine: Machine) -> dict[str, bool]:
     """What torch would answer on that machine, where it decides what transformers accepts.
 
     bf16 counts as supported where it is emulated, too (torch 2.13, `torch.cuda.is_bf16_supported`); TF32 is asked of
-    the first GPU (transformers 5.22.2, `utils/import_utils.py`, `is_torch_tf32_available`).
+    the GPU that is used (transformers 5.22.2, `utils/import_utils.py`, `is_torch_tf32_available`).
     """
-    first = machine.gpus[0].compute_capability if machine.gpus else None
+    used = used_gpu(machine.gpus)
+    first = used.compute_capability if used is not None else None
     return {
         "cuda": machine.backend in ("cuda", "rocm"),  # AMD's GPUs answer to CUDA's name
         "bf16": machine.backend != "cpu",
@@ -285,10 +259,10 @@ def as_torch_sees(machine: Machine) -> dict[str, bool]:
 
 
 def describe(machine: Machine) -> str:
-    """One line for people: `2x NVIDIA A100-SXM4-80GB, 79.1 GiB free` or `2-core AMD EPYC, 21.4 GiB free`.
+    """One line for people: `2x NVIDIA A100-SXM4-80GB, 79.1 GiB free each` or `2-core AMD EPYC, 21.4 GiB free`.
 
-    With several GPUs the free memory is that of the fullest, which is what bounds a trial. What the user said instead
-    of the probe is marked, save the precision, whose reason says it.
+    GPUs that differ are told one by one, each with its own free memory. What the user said instead of the probe is
+    marked, save the precision, whose reason says it.
     """
     said = [SAID_NAMES.get(name, name) for name in machine.overridden if name != "precision"]
     mark = f" ({', '.join(said)}: you said so)" if said else ""
@@ -296,14 +270,14 @@ def describe(machine: Machine) -> str:
 
 
 def _described(machine: Machine) -> str:
-    if machine.backend != "cuda":
+    if not machine.gpus or machine.backend == "cpu":
         free = f"{machine.free_ram_bytes / GIB:.1f} GiB free"
         accelerator = "" if machine.backend == "cpu" else f"{machine.backend} on "
         return f"{accelerator}{machine.cpu.cores}-core {machine.cpu.name}, {free}"
-    counts: dict[str, int] = {}
+    counts: dict[tuple[str, str], int] = {}
     for gpu in machine.gpus:
-        counts[gpu.name] = counts.get(gpu.name, 0) + 1
-    names = " + ".join(f"{count}x {name}" for name, count in counts.items())
-    least = min(gpu.free_bytes for gpu in machine.gpus)
-    each = " each" if len(machine.gpus) > 1 else ""
-    return f"{names}, {least / GIB:.1f} GiB free{each}"
+        alike = gpu.name, f"{gpu.free_bytes / GIB:.1f}"
+        counts[alike] = counts.get(alike, 0) + 1
+    return " + ".join(
+        f"{count}x {name}, {free} GiB free{' each' if count > 1 else ''}" for (name, free), count in counts.items()
+    )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.probe.facts import Problem
+from autotune.probe.used import NO_NAME
 from autotune.probe.visible import Card, Slice
 
 NVML_P2P_CAPS_INDEX_READ = 0  # pynvml.py 13.615 defines it as the tuple `(0,)`
@@ -112,7 +113,7 @@ def list_cards(nvml: Any) -> tuple[list[Card], list[Problem]]:
         try:
             cards.append(_card(nvml, index))
         except nvml.NVMLError as error:
-            cards.append(Card(index=index, uuid="", name="NVIDIA GPU", handle=None))
+            cards.append(Card(index=index, uuid="", name=NO_NAME, handle=None))
             problems.append(no_answer(index, error))
     return cards, problems
 
@@ -139,7 +140,7 @@ def _card(nvml: Any, index: int) -> Card:
     return Card(
         index=index,
         uuid=uuid or str(index),  # `CUDA_VISIBLE_DEVICES` takes that too
-        name=ask(nvml, nvml.nvmlDeviceGetName, handle) or "NVIDIA GPU",
+        name=ask(nvml, nvml.nvmlDeviceGetName, handle) or NO_NAME,
         handle=handle,
         pci=pci.busId if pci else None,
         capability=(capability[0], capability[1]) if capability else None,

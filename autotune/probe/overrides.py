@@ -8,7 +8,8 @@ import msgspec
 
 from autotune.errors import AutotuneError
 from autotune.probe.facts import Fact
-from autotune.probe.machine import GIB, Machine, Precision
+from autotune.probe.gpus import chosen_of, gpu_problems
+from autotune.probe.machine import GIB, Machine, Precision, choose_precision, judged
 
 SAID = "you said so"
 
@@ -50,6 +51,24 @@ def overridden(machine: Machine, overrides: Overrides) -> Machine:
     if overrides.precision is not None:
         machine = _with_precision(machine, overrides.precision)
     return machine
+
+
+def with_gpus(machine: Machine, asked: str | None) -> Machine:
+    """The machine of a file with those of its GPUs that `--gpus` names, `all` or None being all of them.
+
+    Raises AutotuneError where `asked` names none that the file tells of.
+    """
+    if asked is None or asked == "all":
+        return machine
+    if not machine.gpus:
+        raise AutotuneError(f"`--gpus {asked}` is given and that machine has no GPU", hint="leave it out")
+    gpus = chosen_of(machine.gpus, asked)
+    of_all = {problem.what for problem in gpu_problems(machine.gpus, ram_bytes=machine.ram_bytes)}
+    problems = tuple(problem for problem in machine.problems if problem.what not in of_all)
+    precision = machine.precision
+    if "precision" not in machine.overridden:
+        precision = choose_precision(machine.backend, gpus, machine.cpu)
+    return judged(msgspec.structs.replace(machine, gpus=gpus, problems=problems, precision=precision))
 
 
 def asked_precision(machine: Machine) -> str | None:

@@ -10,6 +10,7 @@ import msgspec
 
 from autotune.errors import AutotuneError
 from autotune.probe.facts import Problem
+from autotune.probe.gpu import Gpu
 
 NO_GPU = ("", "-1", "NoDevFiles")  # how launchers and schedulers say that a program gets none
 
@@ -84,7 +85,18 @@ def visible(cards: Sequence[Card], environment: Mapping[str, str]) -> Visible:
     return Visible(tuple(shown), (*problems, *of_slices))
 
 
-def chosen(cards: Sequence[Card], asked: str) -> str:
+def chosen_of(gpus: Sequence[Gpu], asked: str) -> tuple[Gpu, ...]:
+    """The GPUs of a machine that is not here which `--gpus` names, in its order. Raises AutotuneError as `chosen`."""
+    cards: dict[int, Card] = {}
+    for gpu in gpus:
+        pieces = tuple(Slice(one.uuid, None, one) for one in gpus if one.index == gpu.index and one.mig is not None)
+        uuid = str(gpu.index) if pieces else gpu.uuid
+        cards[gpu.index] = Card(gpu.index, uuid, gpu.name, handle=gpu, slices=pieces or None)
+    named = chosen(list(cards.values()), asked, where="there").split(",")
+    return tuple(gpu for name in named for gpu in gpus if name in (gpu.uuid, str(gpu.index)))
+
+
+def chosen(cards: Sequence[Card], asked: str, *, where: str = "here") -> str:
     """`--gpus` as a `CUDA_VISIBLE_DEVICES` of UUIDs, which mean the same in every order.
 
     It takes the same forms; its indices are those of `nvidia-smi`. Raises AutotuneError, with the names that exist,
@@ -101,7 +113,7 @@ def chosen(cards: Sequence[Card], asked: str) -> str:
         if entry.isdecimal():
             matches = [Shown(card) for card in cards if card.index == int(entry)]
         if not matches:
-            raise AutotuneError(f"`--gpus {asked}` names `{entry}`, and that is no GPU here", hint=_names(cards))
+            raise AutotuneError(f"`--gpus {asked}` names `{entry}`, and that is no GPU {where}", hint=_names(cards))
         if len(matches) > 1:
             which = " and ".join(f"`{one.uuid}`" for one in matches[:2])
             raise AutotuneError(f"`--gpus {asked}` names `{entry}`, which begins both {which}", hint=_names(cards))

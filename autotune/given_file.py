@@ -1,0 +1,36 @@
+"""Files that others may have given: read whole, if they are files and of a size that such a file can have."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from autotune.errors import AutotuneError
+
+MOST_BYTES = 4 * 2**20
+
+
+def read_given(path: Path, *, what: str, hint: str, most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a regular file. `what` is such a file in words, `hint` what to give instead.
+
+    Raises AutotuneError for one that is not there, cannot be read, is no regular file (a pipe would keep us waiting, a
+    device need not end) or holds more than `most_bytes`.
+    """
+    try:
+        # a pipe is opened without waiting for somebody to write to it
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            kind = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(kind):
+                said = os.strerror(errno.EISDIR) if stat.S_ISDIR(kind) else "it is no regular file"
+                raise AutotuneError(f"cannot read {what} `{path}`: {said}", hint=hint)
+            content = file.read(most_bytes + 1)
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        raise AutotuneError(
+            f"cannot read {what} `{path}`: {getattr(error, 'strerror', None) or error}", hint=hint
+        ) from None
+    if len(content) > most_bytes:
+        raise AutotuneError(f"{what} `{path}` holds more than {most_bytes / 2**20:.0f} MiB", hint=hint)
+    return content
