@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,7 @@ from autotune import errors
 from autotune.child import LOG_FLAGS, Ending, Task, start_of, write_whole
 
 WAIT_SECONDS = 0.02
+SOCKET_FOLDER = "TRL_AUTOTUNE_SOCKET_FOLDER"  # in its environment: where the server's own socket is
 KILL_SECONDS = 10.0  # a process that is deep in the kernel takes its time to die
 
 # What every child gets, whatever the job says.
@@ -153,7 +154,8 @@ class Children:
             return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["autotune.preload"])
-        with _as_environment(self.environment), _output_to(self._log):
+        socket_folder = {SOCKET_FOLDER: util.get_temp_dir()}
+        with _as_environment({**self.environment, **socket_folder}), _output_to(self._log):
             forkserver.ensure_running()
         self._running = True
 
