@@ -20,6 +20,8 @@ from autotune.job_limits import check_half_weights, unscalable
 from autotune.plan import cost, findings
 from autotune.plan.axes import build_space
 from autotune.plan.data import Data
+from autotune.plan.memory import MemoryModel
+from autotune.plan.memory_room import Outlook, free_bytes_of, outlook
 from autotune.plan.precision import attention_precision
 from autotune.plan.space import OFFERED, Grade, Space
 from autotune.probe.abilities import probe_abilities
@@ -31,7 +33,7 @@ from autotune.probe.lengths import kept_lengths, measure_lengths
 from autotune.probe.machine import Machine, as_torch_sees, describe
 from autotune.probe.model import ModelShape, probe_model
 from autotune.probe.overrides import asked_precision, precision_to_add
-from autotune.probe.used import used_line
+from autotune.probe.used import used_gpu, used_line
 from autotune.search.end_to_end import command_here
 from autotune.search.setting import Setting
 from autotune.search.start import MOST_OTHERS
@@ -50,12 +52,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prepared: Prepared
     data: Data
     space: Space
+    memory: Outlook | None = None
+    notes: tuple[Note, ...] = ()
 
 
 def prepare(
     options: Options, children: Children, machine: Machine, *, emit: Listener, progress: Progress | None = None
 ) -> Plan:
     """Read the job, look at model, kernels and data, and plan. Starts no trial and writes nothing but lengths."""
+    notes: list[Note] = []
+    emit = _keeping(emit, notes)
     job = _read(options, children, machine, precision_to_add(machine))
     note(emit, "job", wording.job_line(job))
     resolved = job.resolved
@@ -134,7 +140,20 @@ def prepare(
         )
     if prepared.earlier is not None:
         note(emit, "plan", earlier.line(prepared.earlier))
-    return Plan(prepared=prepared, data=data, space=space)
+    memory = outlook(space, MemoryModel(data, model, job, machine), free_bytes_of(machine, memory_limit))
+    note(emit, "plan", str(memory))
+    return Plan(prepared=prepared, data=data, space=space, memory=memory, notes=tuple(notes))
+
+
+def _keeping(emit: Listener, notes: list[Note]) -> Listener:
+    """The listener, which keeps the notes beside."""
+
+    def keep(event: AnyEvent) -> None:
+        if isinstance(event, Note):
+            notes.append(event)
+        emit(event)
+
+    return keep
 
 
 def _read(options: Options, children: Children, machine: Machine, precision: tuple[str, str] | None) -> Job:
@@ -220,11 +239,18 @@ def finished_before(options: Options) -> RunFinished | None:
 def dry_run(plan: Plan) -> dict[str, Any]:
     """What would be tried, as one object (design: `--dry-run --json`); seconds are an estimate."""
     prepared, space = plan.prepared, plan.space
+    machine = prepared.machine
+    used = used_gpu(machine.gpus)
     return {
         "schema": 1,
-        **({"what_if": True} if prepared.machine.what_if else {}),
+        **({"what_if": True} if machine.what_if else {}),
         "method": prepared.job.method,
-        "precision": msgspec.to_builtins(wording.precision(prepared.job, prepared.machine)),
+        "machine": describe(machine),
+        "gpu": None if used is None else {"index": used.index, "uuid": used.uuid, "name": used.name},
+        "overridden": list(machine.overridden),
+        "precision": msgspec.to_builtins(wording.precision(prepared.job, machine)),
+        "memory": msgspec.to_builtins(plan.memory),
+        "notes": [{"topic": one.topic, "text": one.text} for one in plan.notes],
         "candidates": space.size,
         "estimate": {"seconds": round(estimated_seconds(plan))},
         "axes": msgspec.to_builtins(space.axes),

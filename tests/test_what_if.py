@@ -98,8 +98,47 @@ def test_precision_and_attention_are_those_of_the_machine_asked_about(
 
 def test_a_plan_for_another_machine_says_so_in_json(ask: Ask) -> None:
     plan = ask("t4").plan
-    assert list(plan) == ["schema", "what_if", "method", "precision", "candidates", "estimate", "axes", "apart"]
+    assert list(plan) == [
+        "schema", "what_if", "method", "machine", "gpu", "overridden", "precision", "memory", "notes", "candidates",
+        "estimate", "axes", "apart",
+    ]  # fmt: skip
     assert plan["what_if"] is True
+    assert plan["machine"] == "what-if: 1x Tesla T4, 14.6 GiB free"
+    assert plan["gpu"]["name"] == "Tesla T4"
+
+
+def test_the_plan_in_json_tells_what_its_text_tells(ask: Ask) -> None:
+    plan = ask("2x-h100-one-busy", "--precision", "fp16", "--gpu-memory", "40GB").plan
+    assert (plan["gpu"]["index"], plan["overridden"]) == (1, ["gpu_memory", "precision"])
+    told = ask("2x-h100-one-busy", "--precision", "fp16", "--gpu-memory", "40GB", as_json=False).err
+    assert {note["topic"] for note in plan["notes"]} == {"job", "machine", "kernels", "data", "plan"}
+    for note in plan["notes"]:
+        assert note["text"] in told
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "fits"),
+    [
+        ("t4", (), "fits"),
+        ("t4", ("--gpu-memory", "700MB"), "tight"),
+        ("t4", ("--gpu-memory", "150MB"), "none"),
+        ("cpu", (), "fits"),
+        ("cpu", ("--memory-limit", "150MB"), "none"),
+        ("cpu", ("--ram", "200MB"), "none"),
+        ("mi300x", (), "fits"),
+    ],
+)
+def test_a_plan_tells_whether_the_job_fits_into_memory(
+    name: str, arguments: tuple[str, ...], fits: str, ask: Ask
+) -> None:
+    memory = ask(name, *arguments).plan["memory"]
+    assert memory["baseline"] == fits
+    assert (memory["tight"] + memory["out"] > 0) == (fits != "fits")
+    assert (memory["out"] > 0) == (fits == "none")
+    told = ask(name, *arguments, as_json=False).err
+    verdict = {"fits": "it fits", "tight": "it may not fit; of ", "none": "it does not fit; of "}[fits]
+    assert "yours needs about " in told
+    assert f"are free: {verdict}" in told
 
 
 def test_a_plan_for_another_machine_says_so_in_its_first_line(ask: Ask) -> None:
