@@ -27,6 +27,7 @@ from autotune.arguments import (
 )
 from autotune.errors import AutotuneError
 from autotune.interruption import ended_by_signals
+from autotune.streams import let_go_of_stdout, make_writable
 
 if TYPE_CHECKING:
     from autotune.deliver.narrator import Narrator
@@ -50,10 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     started = time.monotonic()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    make_writable()
     try:
-        return _run(given, started)
+        code = _run(given, started)
+        sys.stdout.flush()  # what cannot be written is said here, not when Python ends
+        return code
     except AutotuneError as error:
-        print(f"error: {error.what}\nhint: {error.hint}", file=sys.stderr)
+        from autotune.deliver.redaction import without_secrets
+
+        print(without_secrets(f"error: {error.what}\nhint: {error.hint}", os.environ), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         when = "" if given[:1] in (["lengths"], ["doctor"]) else " before the first trial"
@@ -62,15 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"interrupted{when}; {left}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout is gone: nothing more to say to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        let_go_of_stdout()
         return 1
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
-        print(f"error: cannot write {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+        let_go_of_stdout()
+        only_tells = given[:1] in (["doctor"], ["lengths"], ["report"]) or "--dry-run" in given
+        where = "standard output" if only_tells and error.filename is None else error.filename or "a file"
+        print(f"error: cannot write {where}: {error.strerror}", file=sys.stderr)
         room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         do = "make room" if room else "check that the folder is there and yours to write in"
-        print(f"hint: {do}, then go on with `--resume RUN`; what was measured is kept", file=sys.stderr)
+        then = "" if only_tells else ", then go on with `--resume RUN`; what was measured is kept"
+        print(f"hint: {do}{then}", file=sys.stderr)
         return 2
 
 
@@ -104,9 +114,11 @@ def _run(given: list[str], started: float) -> int:
             hint="for example `trl-autotune sft --config sft.yaml --auto`",
         )
     from autotune.job import check_method
+    from autotune.job_yaml import split_config
 
     check_method(command)
     namespace = parse(given)
+    split_config(namespace.arguments)
     if not (namespace.auto or namespace.json or namespace.dry_run or namespace.resume):
         return _wizard(given)
     return _auto(namespace, started)
@@ -284,7 +296,8 @@ def _doctor(arguments: list[str]) -> int:
     with ended_by_signals(), working:
         machine = redaction.redacted(session.examine(options, model=namespace.model), os.environ)
     if namespace.json:
-        print(to_json(machine).decode())
+        sys.stdout.flush()
+        sys.stdout.buffer.write(to_json(machine) + b"\n")  # JSON is UTF-8, whatever the terminal takes
     else:
         doctor.show(machine, sys.stdout)
     return 0

@@ -166,20 +166,25 @@ def finished(folder: Path) -> RunFinished | None:
     for event in EventReader(folder / "events.jsonl").read():
         if isinstance(event, RunStarted | RunFinished):
             last = event
-    return last if isinstance(last, RunFinished) and _is_result(last) else None
+    return _as_here(last, folder) if isinstance(last, RunFinished) else None
 
 
 def confirmed(folder: Path) -> RunFinished | None:
     """The last result of the folder that was confirmed, whatever came after it."""
     found: RunFinished | None = None
     for event in EventReader(folder / "events.jsonl").read():
-        if isinstance(event, RunFinished) and event.confirmed and _is_result(event):
-            found = event
+        if isinstance(event, RunFinished) and event.confirmed:
+            found = _as_here(event, folder) or found
     return found
 
 
-def _is_result(event: RunFinished) -> bool:
-    return event.outcome in ("improved", "kept") and event.config is not None and Path(event.config).is_file()
+def _as_here(event: RunFinished, folder: Path) -> RunFinished | None:
+    """The result with its files where they are now: the folder may have been moved or copied. None for no result."""
+    config, profile = folder / "tuned.yaml", folder / "profile.yaml"
+    if event.outcome not in ("improved", "kept") or event.config is None or not config.is_file():
+        return None
+    there = str(profile) if event.profile is not None else None
+    return msgspec.structs.replace(event, run=str(folder), config=str(config), profile=there)
 
 
 def clean(folder: Path) -> None:

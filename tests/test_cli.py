@@ -101,6 +101,7 @@ def check_refused(answer: Answer, what: str, hint: str, *, after_narration: bool
         ("sft --config nowhere.yaml --auto", "there is no config file `nowhere.yaml`", "after `--config`"),
         ("sft --config model --auto", "cannot read `model`: Is a directory", "path of a YAML file"),
         ("sft --config --auto", "`--config` is given without a file", "write `--config FILE`"),
+        ("sft --config", "`--config` is given without a file", "write `--config FILE`"),
         ("sft --config=sft.yaml --auto", "TRL does not know `--config=FILE`", "write `--config sft.yaml`"),
         ("stf --auto", "unknown method `stf`", "did you mean `sft`?"),
         ("foo --auto", "unknown method `foo`", "TRL's methods here are `sft`, `dpo`"),
@@ -323,7 +324,9 @@ def test_a_run_that_is_finished_is_not_searched_again_unless_it_may_try_more(run
     assert again.out == first.out
     assert "this run is finished" in again.err
     assert {path: path.read_bytes() for path in (folder / "done").rglob("*") if path.is_file()} == before
-    more = run("sft", "--resume", "done", "--trials", "2")
+    (folder / "done").rename(folder / "moved")
+    assert run("sft", "--resume", "moved").out == "moved/tuned.yaml\n"
+    more = run("sft", "--resume", "moved", "--trials", "2")
     assert more.code == 0, more.err
     assert "going on after 1 trial\n" in more.err
 
