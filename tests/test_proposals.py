@@ -166,6 +166,16 @@ def test_tpe_learns_from_finished_and_pruned_trials_and_bears_failed_ones() -> N
     assert fast > len(tried) / 4 * 1.3
 
 
+def test_what_was_measured_beside_others_may_be_proposed_again() -> None:
+    proposals = Proposals(space(), cost)
+    proposals.tell(result(0, BASELINE, 1 / cost(BASELINE)))
+    first = proposals.next()
+    assert first is not None
+    disturbed = msgspec.structs.replace(result(1, first[0], 1 / cost(first[0])), busy=True)
+    proposals.tell(disturbed)
+    assert first[0] in [candidate for candidate, _ in search(proposals, lambda one: 1 / cost(one))]
+
+
 def test_all_trials_failing_is_no_reason_to_stop_proposing() -> None:
     proposals = Proposals(space(), cost)
     proposals.tell(result(0, BASELINE, None, "error"))

@@ -36,7 +36,7 @@ ALIKE_ON = {"workers": 0.85, "attention": 0.5}
 OTHER_ROWS = 0.3  # arrangements of another kind; of one kind and other sizes they are `ALIKE`
 
 TRIAL_NOISE = 0.02  # between two trials of one candidate, beside what a trial's own steps show
-CUT_SHORT = 0.15  # the rate of a pruned trial is that of a few steps
+CUT_SHORT = 0.1  # the rate of a pruned trial is that of a few steps
 DISTURBED = 0.3  # other processes had the cores
 ROUNDS = 4  # of linearisation
 LONGEST_STEP = 2.0  # of a constant's logarithm in one of them

@@ -37,13 +37,15 @@ def measure(
     best: Estimate | None,
     baseline_rate: float | None,
     longest_pass: float | None = None,
+    purpose: Purpose = "speed",
+    passes: int = MOST_PASSES,
 ) -> TrialResult:
-    """Run a speed trial until its rate is known to `ENOUGH`, or it cannot reach the best.
+    """Run a speed trial until its rate is known to `ENOUGH`, or it cannot reach the best; for so many passes at most.
 
     `longest_pass` in seconds: a trial whose first steps foretell a longer pass is stopped with outcome `stopped` and
     no rate, for the caller to take a smaller sample.
     """
-    trial = setting.trial(index, candidate, sample.path, purpose="speed", passes=MOST_PASSES)
+    trial = setting.trial(index, candidate, sample.path, purpose=purpose, passes=passes)
     started(setting, trial, candidate, reason)
     pruned = False
     foretold: float | None = None

@@ -96,9 +96,11 @@ class Proposals:
         return [candidate for candidate in self._open if self._room_of(candidate).verdict != "none"]
 
     def tell(self, result: TrialResult) -> None:
-        """A trial has ended. One that ran out of memory rules out those that need at least as much."""
+        """A trial has ended. One that ran out of memory rules out those that need at least as much; one whose figures
+        do not count may be tried again."""
         self._results[result.candidate] = result
-        self._open.pop(result.candidate, None)
+        if not result.busy:
+            self._open.pop(result.candidate, None)
         self._fit.tell(result)
         self._scored = None
         if result.outcome == "oom":

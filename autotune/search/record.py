@@ -65,8 +65,8 @@ class Record:
         return next((one for one in self.results if one.candidate == candidate and one.rate), None)
 
     def add(self, result: TrialResult) -> None:
-        """A trial for speed has ended."""
-        self.results.append(result)
+        """A trial for speed has ended; of a candidate that is measured again the last counts."""
+        self.results = [*(one for one in self.results if one.candidate != result.candidate), result]
         self._tell_faster()
 
     def take_index(self) -> int:

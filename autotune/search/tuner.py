@@ -12,6 +12,7 @@ from autotune.plan.cost import CostModel
 from autotune.plan.space import Candidate
 from autotune.search import samples
 from autotune.search.decision import decide
+from autotune.search.drift import Drift
 from autotune.search.failures import describe_failure
 from autotune.search.found import Found, estimate_of
 from autotune.search.measure import disturbed, keep, measure
@@ -46,14 +47,21 @@ class Tuner:
         self._sample: Sample | None = None
         self._again = MOST_REPEATS
         self._memory_use = MemoryUse(setting)
-        self._proposals = Proposals(
+        self._drift = Drift(setting, self.record)
+        self._doubtful: list[Candidate] = []  # measured on a machine of another speed
+        self._proposals = self._proposals_after(self.record.results)
+
+    def _proposals_after(self, results: list[TrialResult]) -> Proposals:
+        setting = self.setting
+        proposals = Proposals(
             setting.space,
             CostModel(setting.data, setting.model, setting.machine).terms,
             room=self._memory_use.room,
             seed=setting.seed,
         )
-        for result in self.record.results:
-            self._proposals.tell(result)
+        for result in results:
+            proposals.tell(result)
+        return proposals
 
     def found(self, outcome: RunOutcome | None = None) -> Found:
         """The state of the search as a result; valid at any moment."""
@@ -73,6 +81,7 @@ class Tuner:
                     self.record.note(stop or "every allowed candidate was tried")
                     break
                 self._try(*proposal)
+                self._watch_the_machine()
         finally:
             record.search_seconds = setting.clock.now() - began
         began = setting.clock.now()
@@ -91,6 +100,8 @@ class Tuner:
         return self.found()
 
     def _next(self) -> tuple[Candidate, str] | None:
+        if self._doubtful:
+            return self._doubtful.pop(0), "again: the machine has changed"
         return first_candidate(self.setting, self.record.results) or self._proposals.next()
 
     def _reason_to_stop(self) -> str | None:
@@ -142,6 +153,7 @@ class Tuner:
             self._memory_use.tell(one, self._sample)
         if recalled is None:
             self._told(result)
+        self._drift.measured(result)
         if result.rate is None:
             self.record.note(
                 f"yours did not run: {describe_failure(result)}; looking for settings that do", topic="trial"
@@ -149,6 +161,18 @@ class Tuner:
 
     def _try(self, candidate: Candidate, reason: str) -> None:
         self._told(self._measure(candidate, reason))
+
+    def _watch_the_machine(self) -> None:
+        """Measure yours again where it is time to or a trial asks for it, and then what that puts in doubt."""
+        reason = self._drift.reason_to_look(self._proposals.checked)
+        if reason is None or self._reason_to_stop() is not None:
+            return
+        assert self._sample is not None
+        doubtful = self._drift.look(self._sample, reason)
+        if doubtful is None:
+            return
+        self._proposals = self._proposals_after(self.record.results)
+        self._doubtful = doubtful
 
     def _measure(self, candidate: Candidate, reason: str, *, longest_pass: float | None = None) -> TrialResult:
         """Measure, and once more where other processes had the cores that the candidate needs."""

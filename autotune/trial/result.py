@@ -75,6 +75,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int | None = None
     others_cores: float = 0.0  # cores that other processes kept busy meanwhile
     busy: bool = False  # others had the cores, and it was not measured again: its rate wins nothing
+    at_speed: float = 1.0  # of the machine: the rates are those measured times this, where its speed changed later
     startup_seconds: float | None = None  # child start to first optimizer step
     step_seconds: float = 0.0  # inside measured and warm-up steps
     step_tokens: int = 0  # useful ones, in these steps
