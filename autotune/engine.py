@@ -12,13 +12,13 @@ from autotune.children import Children
 from autotune.deliver import closing, files, wording
 from autotune.errors import NoTrialFinishedError
 from autotune.events import AnyEvent, EventWriter, RunFinished, RunStarted
+from autotune.interruption import not_interrupted
 from autotune.plan.lengths_report import lengths_report
 from autotune.planning import Listener, Plan, estimated_seconds, note, setting_of
 from autotune.probe.machine import describe
 from autotune.search.found import Found
 from autotune.search.setting import Setting
 from autotune.search.tuner import Tuner
-from autotune.session import not_interrupted
 from autotune.trial.result import TrialResult
 
 
@@ -39,7 +39,12 @@ def tune(
             run_folder.create(folder, plan.prepared, plan.space, report)
         else:
             run_folder.write_prepared(folder, plan.prepared)  # its limits may be others now
-        return _tune(plan, folder, children, started=started, emit=emit, resumed=resumed)
+        try:
+            return _tune(plan, folder, children, started=started, emit=emit, resumed=resumed)
+        except KeyboardInterrupt:  # before the search began: nothing was written, and nothing is left
+            if not resumed:
+                run_folder.remove(folder)
+            raise
 
 
 def _tune(
