@@ -14,12 +14,13 @@ import msgspec
 
 from autotune import folder as run_folder
 from autotune.errors import AutotuneError
+from autotune.events import RunFinished
 from autotune.folder import Earlier, Prepared
 from autotune.plan.space import Arrangement, Candidate, Space
 from autotune.probe.lengths import Lengths
 from autotune.probe.machine import Machine
 
-MOST_RUNS = 20  # the newest; each takes some ms to read
+MOST_RUNS = 8  # the newest; one over a million rows takes a third of a second to read
 MOST_TOLD = 4  # of the fields that changed
 # What a trial leaves out or overrides, and names that change nothing a step computes
 NO_MATTER = frozenset(
@@ -45,6 +46,9 @@ def find(prepared: Prepared, space: Space, runs: Path) -> Earlier | None:
     of the same method, and of the same config file or model. None where there is none that came to an end."""
     changed: Earlier | None = None
     for folder in _newest(runs):
+        last = run_folder.confirmed(folder)
+        if last is None:
+            continue
         try:
             before = run_folder.read(folder)
         except AutotuneError:  # another version's, or damaged: there is nothing to start from
@@ -54,7 +58,7 @@ def find(prepared: Prepared, space: Space, runs: Path) -> Earlier | None:
         differences = tuple(changes(before, prepared))
         if differences and changed is not None:
             continue
-        found = _of_run(folder, before, space, differences)
+        found = _of_run(folder, last, space, differences)
         if found is not None and not differences:
             return found
         changed = changed or found
@@ -119,11 +123,8 @@ def _same_training(before: Prepared, now: Prepared) -> bool:
     return bool(one.resolved["model_name_or_path"] == other.resolved["model_name_or_path"])
 
 
-def _of_run(folder: Path, before: Prepared, space: Space, differences: tuple[str, ...]) -> Earlier | None:
-    """What the run ended with, if it ended with something that was confirmed."""
-    last = run_folder.confirmed(folder)
-    if last is None:
-        return None
+def _of_run(folder: Path, last: RunFinished, space: Space, differences: tuple[str, ...]) -> Earlier | None:
+    """What the run ended with, by its last confirmed result."""
     # what was delivered is the arm of the confirmation whose rate was told
     arms = [one for one in run_folder.results(folder) if one.purpose == "confirm" and one.rate is not None]
     pick = next((one.candidate for one in arms if one.rate == last.best_rate), None)
