@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from typing import TYPE_CHECKING, TextIO
 
 from autotune.deliver import wording
+from autotune.deliver.redaction import narrated, without_secrets
 from autotune.events import (
     AnyEvent,
     BestChanged,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 TOPIC_WIDTH = 9
 SETTING_COLUMN = 43  # where the settings of the table begin
 TELL_SECONDS = 10.0  # between lines about what goes on, where there is no bar
+FOR_READING = ("job", "machine", "kernels", "data", "plan")  # notes without commands to copy
 PHASES = {
     "start": "starting",
     "load_model": "loading the model",
@@ -100,7 +103,8 @@ class Narrator:
     def __call__(self, event: AnyEvent) -> None:
         match event:
             case Note():
-                self._line(event.topic, event.text)
+                told = narrated if event.topic in FOR_READING else without_secrets
+                self._line(event.topic, told(event.text, os.environ))
             case RunStarted():
                 self._budget = event.budget_seconds
                 self._method = event.method

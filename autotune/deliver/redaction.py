@@ -6,7 +6,7 @@ import os
 import platform
 import pwd
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,30 @@ def redacted(machine: Machine, environment: Mapping[str, str]) -> Machine:
     return msgspec.convert(_walk(msgspec.to_builtins(machine), _names(environment), field=""), Machine)
 
 
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """A text for the user's own screen, which may be copied to others: without tokens, the passwords of addresses and
+    the values of variables that hold secrets."""
+    return _without(text, _secrets(environment))
+
+
+def narrated(text: str, environment: Mapping[str, str]) -> str:
+    """The same with `~` for the home folder, for lines that nobody copies into a shell."""
+    text = without_secrets(text, environment)
+    home = environment.get("HOME", "").rstrip("/")
+    return re.sub(rf"(?<![\w.~/-]){re.escape(home)}(?=/)", "~", text) if home.startswith("/") else text
+
+
+def _secrets(environment: Mapping[str, str]) -> tuple[str, ...]:
+    values = {value.strip() for name, value in environment.items() if SECRET_NAME.search(name)}
+    return _longest_first(value for value in values if len(value) >= LEAST_SECRET)
+
+
+def _without(text: str, secrets: Iterable[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return URL_CREDENTIALS.sub("***@", TOKEN.sub("***", text))
+
+
 def _names(environment: Mapping[str, str]) -> Names:
     try:
         entry = pwd.getpwuid(os.getuid())
@@ -51,12 +75,11 @@ def _names(environment: Mapping[str, str]) -> Names:
     hosts = {platform.node(), environment.get("HOSTNAME", "")}
     hosts |= {host.partition(".")[0] for host in hosts}
     people = {environment.get("USER", ""), environment.get("LOGNAME", ""), system_user}
-    secrets = {value.strip() for name, value in environment.items() if SECRET_NAME.search(name)}
     return Names(
         homes=_longest_first(home.rstrip("/") for home in homes if home.count("/") and home.rstrip("/")),
         people=_longest_first(name for name in people if len(name) > 1 and name not in NOBODY),
         hosts=_longest_first(name for name in hosts if len(name) > 2 and name not in NOBODY),
-        secrets=_longest_first(value for value in secrets if len(value) >= LEAST_SECRET),
+        secrets=_secrets(environment),
     )
 
 
@@ -77,9 +100,7 @@ def _walk(value: Any, names: Names, *, field: str) -> Any:
 
 
 def _text(text: str, names: Names, *, free: bool) -> str:
-    for secret in names.secrets:
-        text = text.replace(secret, "***")
-    text = URL_CREDENTIALS.sub("***@", TOKEN.sub("***", text))
+    text = _without(text, names.secrets)
     for home in names.homes:
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
     text = HOME_OF_ANYONE.sub(r"\1<user>", text)
