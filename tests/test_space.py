@@ -486,10 +486,20 @@ def test_bfd_with_too_few_tokens_in_whole_rows_names_a_batch_that_fits(read: Rea
     space = space_of(read("max_length: 512\neval_strategy: epoch\n"))
     [reason] = rejections(space, "bfd")
     assert "1 x 507 tokens is +10.3% of your 460 a step" in reason
-    assert "with 9 documents a step instead of your 8 it would come near enough" in reason
+    assert "with 9 documents a step instead of your 8 it would be within 10%" in reason
     assert reason.startswith("grade changed: ")
     with_nine = space_of(read("max_length: 512\neval_strategy: epoch\nper_device_train_batch_size: 9\n"))
     assert "bfd" in names(with_nine)
+
+
+def test_what_is_learnt_is_said_first_also_where_the_tokens_of_a_step_are_others_too(read: Read) -> None:
+    # one packed row holds several times the tokens of a step of two documents
+    options = "max_length: 512\neval_strategy: epoch\nper_device_train_batch_size: 2\n"
+    space = space_of(read(options), LONG_TAIL, allowed=CHANGED)
+    said = {one.value.name: one.reason for one in space.axis("arrangement").choices if one.grade == "changed"}
+    assert "it would be within 10%" in said["wrapped"]
+    assert said["wrapped"].startswith("documents attend to their neighbours in the row; ")
+    assert "documents are cut into pieces that do not see each other; " in said["bfd_split"].split("%")[0]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7])

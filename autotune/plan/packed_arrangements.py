@@ -67,17 +67,14 @@ def _packed(job: Job, data: Data, strategy: Any, length: int, target: float) -> 
     figures = data.figures(one_row)
     per_row = figures.useful_tokens / figures.rows
     fit = _fit(_rows(job), target, per_row, your_rows="documents")
+    grade, why = _packing_grade(job, data, strategy, figures)
+    parts = [f"{figures.fill:.0%} of row positions are tokens", fit.equation]
+    parts.insert(0 if grade == "changed" else len(parts), why)  # what is learnt comes before what it is good for
     if fit.misses is not None:
-        grade: Grade = "changed"
-        why = fit.misses
-    else:
-        grade, why = _packing_grade(job, data, strategy, figures)
+        parts = [part for part in parts if part != why or grade == "changed"] + [fit.misses]
+        grade = "changed"
     for micro_batch in divisors(fit.rows):
-        yield Choice(
-            Arrangement(strategy, micro_batch, fit.rows // micro_batch, length),
-            grade,
-            f"{figures.fill:.0%} of row positions are tokens; {fit.equation}; {why}",
-        )
+        yield Choice(Arrangement(strategy, micro_batch, fit.rows // micro_batch, length), grade, "; ".join(parts))
 
 
 def _packing_grade(job: Job, data: Data, strategy: str, figures: Figures) -> tuple[Grade, str]:
@@ -140,7 +137,11 @@ def _fit(yours: int, target: float, per_row: float, *, your_rows: str) -> _Fit:
     if _near_enough(target, per_row):
         return _Fit(rows, equation, None)
     fitting = _fitting_batch(yours, target, per_row)
-    return _Fit(rows, equation, f"with {fitting} {your_rows} a step instead of your {yours} it would come near enough")
+    return _Fit(
+        rows,
+        equation,
+        f"with {fitting} {your_rows} a step instead of your {yours} it would be within {TOKENS_PER_STEP_TOLERANCE:.0%}",
+    )
 
 
 def _fitting_batch(rows: int, target: float, per_row: float) -> int:
