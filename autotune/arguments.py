@@ -243,6 +243,7 @@ def options_of(namespace: argparse.Namespace) -> Options:
         memory_limit_bytes=None if namespace.memory_limit is None else _bytes(namespace.memory_limit),
         cold=namespace.cold,
         demo=namespace.demo,
+        starts_trials=not namespace.dry_run,
         machine=namespace.machine,
         overrides=overrides,
     )

@@ -14,7 +14,7 @@ import msgspec
 from autotune import job_text, job_yaml
 from autotune.children import Children
 from autotune.errors import AutotuneError, NotYetError
-from autotune.launcher import RELEVANT, default_config_file, import_environment
+from autotune.launcher import RELEVANT, default_config_file, import_environment, readable
 
 __all__ = ["Job", "Method", "check_method", "effective", "import_environment", "known_method", "read_job", "write_job"]
 
@@ -119,7 +119,7 @@ def read_job(
     config = None
     if config_path is not None:
         config = job_yaml.read_config(folder / config_path, name=config_path)
-    own_environment = dict(os.environ)
+    own_environment = readable(os.environ)
     names = {name for name in (*own_environment, *children.environment) if name.startswith(RELEVANT)}
     request = {
         "method": its_method,

@@ -12,10 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from autotune.errors import AutotuneError
 from autotune.job_yaml import read_config, split_config
 
 # What accelerate looks at when it works out a process's environment (accelerate 1.15 commands/launch.py).
 RELEVANT = ("OMP_", "KMP_", "MPI_", "OMPI_", "MV2_", "ACCELERATE_")
+
+THREADS = "OMP_NUM_THREADS"
+LONGEST_SHOWN = 12  # of a value that is no number: what is longer was meant for something else, and may be a secret
+
+# Variables that torchrun and `accelerate launch` set for each process, and the values with which they say nothing
+OF_A_PROCESS = {"LOCAL_RANK": ("", "-1"), "RANK": ("", "-1"), "WORLD_SIZE": ("", "1")}
 
 MPI_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
@@ -28,10 +35,11 @@ def import_environment(arguments: Sequence[str], folder: Path) -> dict[str, str]
     """
     path, rest = split_config(arguments)
     options: dict[str, Any] = {}
-    environment = dict(os.environ)
+    environment = readable(os.environ)
     if path is not None:
         config = read_config(folder / path, name=path)
         options = config.options
+        check_threads(config.environment, place=f"in `env:` of `{path}`")
         environment |= config.environment
     cpu = "--cpu" in rest
     launch_config = _launch_config(_option(rest, options, "accelerate_config", "config_file"), folder, cpu)
@@ -41,15 +49,68 @@ def import_environment(arguments: Sequence[str], folder: Path) -> dict[str, str]
         processes = 1
     threads = _number(_option(rest, options, "num_cpu_threads_per_process"))
     if threads is None:
-        given = _number(environment.get("OMP_NUM_THREADS"))
-        threads = 1 if given is None else given
+        given = _number(environment.get(THREADS))
+        threads = 1 if given is None or given < 0 else given
         if use_cpu and (processes or 0) >= 1 and not given:
             threads = max(threads, _cores_per_process(environment, processes or 1))
-    environment["OMP_NUM_THREADS"] = str(threads)
+    environment[THREADS] = str(threads)
     if use_cpu:
         environment["KMP_AFFINITY"] = "granularity=fine,compact,1,0"
         environment["KMP_BLOCKTIME"] = "1"
     return environment
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Refuse an environment in which a training that is started now would be something else than a training.
+
+    Raises AutotuneError for the variables of a process of a distributed launch: with them accelerate waits for the
+    other processes (accelerate 1.15, `state.py`, `PartialState`).
+    """
+    found = [name for name, nothing in OF_A_PROCESS.items() if environment.get(name, "").strip() not in nothing]
+    if found:
+        are = "is" if len(found) == 1 else "are"
+        unset = " ".join(f"-u {name}" for name in found)
+        raise AutotuneError(
+            f"{_listed(found)} {are} set in the environment: this looks like one process of a distributed launch",
+            hint=f"start it by itself, not through `torchrun` or `accelerate launch`: `env {unset} trl-autotune ...`",
+        )
+
+
+def check_threads(environment: Mapping[str, str], *, place: str = "in the environment") -> None:
+    """Refuse an OMP_NUM_THREADS that `accelerate launch` cannot read: OpenMP takes a list such as `4,2`, accelerate one
+    whole number (accelerate 1.15, `utils/environment.py`, `get_int_from_env`). Raises AutotuneError."""
+    text = environment.get(THREADS)
+    if text is None or _number(text) is not None:
+        return
+    first = first_threads(text)
+    shown = f"`{text}`" if len(text) <= LONGEST_SHOWN else "set"
+    raise AutotuneError(
+        f"`{THREADS}` {place} is {shown}, and `accelerate launch`, which starts TRL's trainings, takes a whole number",
+        hint=f"set `{THREADS}={first or 1}`, or unset it",
+    )
+
+
+def first_threads(text: str) -> int | None:
+    """The threads of OMP_NUM_THREADS: of a list the first value counts, for there is one level of parallelism
+    (OpenMP 5.0, 6.2). None where there is none."""
+    number = _number(text.partition(",")[0])
+    return number if number is not None and number > 0 else None
+
+
+def readable(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment with an OMP_NUM_THREADS that accelerate can read, or none."""
+    changed = dict(environment)
+    text = changed.pop(THREADS, None)
+    if text is not None:
+        number = _number(text) if _number(text) is not None else first_threads(text)
+        if number is not None:
+            changed[THREADS] = str(number)
+    return changed
+
+
+def _listed(names: Sequence[str]) -> str:
+    quoted = [f"`{name}`" for name in names]
+    return " and ".join(", ".join(part) for part in (quoted[:-1], quoted[-1:]) if part)
 
 
 def default_config_file(environment: Mapping[str, str]) -> str:

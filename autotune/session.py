@@ -13,6 +13,7 @@ import msgspec
 from autotune.children import ChildError, Children
 from autotune.errors import AutotuneError
 from autotune.job import Job, import_environment, known_method
+from autotune.launcher import check_environment, check_threads
 from autotune.plan.space import Grade
 from autotune.probe.attention import probe_attention
 from autotune.probe.builds import expected_attention
@@ -39,6 +40,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None = None
     cold: bool = False
     demo: bool = False
+    starts_trials: bool = False
     machine: Path | None = None  # plan for the machine of this file
     overrides: Overrides = Overrides()
 
@@ -98,6 +100,9 @@ def examine(options: Options, *, model: str | None) -> Machine:
 def children_for(options: Options) -> Iterator[tuple[Children, Options, Machine]]:
     """Start the server in the job's launch environment; its log goes with it."""
     known_method(options.method)
+    check_environment(os.environ)
+    if options.starts_trials:
+        check_threads(os.environ)
     arguments = list(options.arguments)
     if options.demo and "--config" in arguments:
         raise AutotuneError("`--demo` brings a config of its own", hint="leave out `--demo` or `--config`")
@@ -126,6 +131,8 @@ def children_of(job: Job, machine: Machine, *, cold: bool) -> Iterator[Children]
     environment = {**os.environ, **job.environment, **at_import}
     if machine.backend == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[0].uuid
+    check_environment(os.environ)
+    check_threads(os.environ)
     with Children(environment, cold=cold) as children:
         yield children
 

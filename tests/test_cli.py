@@ -266,7 +266,10 @@ def test_a_dry_run_says_what_would_be_tried_and_leaves_nothing(folder: Path) -> 
     seconds = time.monotonic() - started
     assert (answer.code, answer.err) == (0, "")
     plan: dict[str, Any] = json.loads(answer.out)
-    assert list(plan) == ["schema", "method", "precision", "candidates", "estimate", "axes", "apart"]
+    assert list(plan) == [
+        "schema", "method", "machine", "gpu", "overridden", "precision", "memory", "notes", "candidates", "estimate",
+        "axes", "apart",
+    ]  # fmt: skip
     assert (plan["schema"], plan["method"]) == (1, "sft")
     assert set(plan["precision"]) == {"value", "reason"}
     assert set(plan["estimate"]) == {"seconds"}

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from autotune import cli
 from autotune.children import Children
 from autotune.errors import AutotuneError
 from autotune.job import import_environment, read_job
+from autotune.launcher import check_environment, check_threads
 
 MINIMAL = "model_name_or_path: model\ndataset_name: data\nuse_cpu: true\n"
 
@@ -49,6 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("", ["--cpu"], {}, None),
         ("", ["--cpu", "--num_processes", "1"], {}, None),
         ("", ["--cpu", "--num_processes", "1"], {"OMP_NUM_THREADS": "0"}, None),
+        ("", [], {"OMP_NUM_THREADS": "-3"}, None),
         ("accelerate_config: single_gpu\n", [], {}, None),
         ("", ["--accelerate_config", "mine.yaml"], {}, None),
         ("", ["--config_file", "mine.yaml"], {}, None),
@@ -112,6 +115,75 @@ def test_a_config_that_accelerate_cannot_read_is_left_to_the_parse(folder: Path)
 def test_a_job_file_that_cannot_be_read_is_refused_before_anything_is_started(folder: Path) -> None:
     with pytest.raises(AutotuneError, match=r"there is no config file `gone\.yaml`"):
         import_environment(["--config", "gone.yaml"], folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"), [("4,2", "4"), ("", "1"), ("abc", "1"), ("2.5", "1"), (" ", "1"), ("-1,2", "1")]
+)
+def test_threads_that_accelerate_cannot_read_are_refused_by_their_name(value: str, hint: str) -> None:
+    with pytest.raises(AutotuneError) as raised:
+        check_threads({"OMP_NUM_THREADS": value})
+    assert raised.value.what.startswith(f"`OMP_NUM_THREADS` in the environment is `{value}`, and `accelerate")
+    assert raised.value.hint == f"set `OMP_NUM_THREADS={hint}`, or unset it"
+
+
+@pytest.mark.parametrize("environment", [{}, *({"OMP_NUM_THREADS": value} for value in ("4", " 4 ", "0", "-3"))])
+def test_threads_that_accelerate_reads_are_left_to_it(environment: dict[str, str]) -> None:
+    check_threads(environment)
+
+
+def test_what_is_no_number_of_threads_and_long_is_not_repeated() -> None:
+    with pytest.raises(AutotuneError) as raised:
+        check_threads({"OMP_NUM_THREADS": "correct-horse-battery"})
+    assert "horse" not in raised.value.what + raised.value.hint
+
+
+def test_threads_of_the_file_that_accelerate_cannot_read_are_refused_with_their_place(folder: Path) -> None:
+    (folder / "sft.yaml").write_text(MINIMAL + "env: {OMP_NUM_THREADS: '4,2'}\n")
+    with pytest.raises(AutotuneError, match=r"`OMP_NUM_THREADS` in `env:` of `sft.yaml` is `4,2`"):
+        import_environment(["--config", "sft.yaml"], folder)
+
+
+@pytest.mark.parametrize(("value", "threads"), [("4,2", "4"), ("abc", "1"), ("2.5", "1"), ("", "1"), ("-3", "1")])
+def test_where_no_trial_starts_the_first_number_of_threads_counts(
+    value: str, threads: str, folder: Path, monkeypatch: pytest.MonkeyPatch, children: Children
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert import_environment([], folder)["OMP_NUM_THREADS"] == threads
+    (folder / "sft.yaml").write_text(MINIMAL)
+    job = read_job("sft", ["--config", "sft.yaml"], folder=folder, children=children, accelerator=False, cpu_bf16=True)
+    assert job.launch_environment["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize(
+    ("environment", "names"),
+    [
+        ({"LOCAL_RANK": "1"}, "`LOCAL_RANK` is set"),
+        ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}, "`LOCAL_RANK` and `RANK` are set"),
+        ({"LOCAL_RANK": "1", "RANK": "5", "WORLD_SIZE": "8"}, "`LOCAL_RANK`, `RANK` and `WORLD_SIZE` are set"),
+    ],
+)
+def test_a_process_of_a_distributed_launch_is_told_to_be_one(environment: dict[str, str], names: str) -> None:
+    with pytest.raises(AutotuneError) as raised:
+        check_environment(environment)
+    assert raised.value.what == f"{names} in the environment: this looks like one process of a distributed launch"
+    assert "`env -u LOCAL_RANK" in raised.value.hint
+
+
+@pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}, {"LOCAL_RANK": "-1", "RANK": ""}])
+def test_an_environment_of_no_distributed_launch_is_left_alone(environment: dict[str, str]) -> None:
+    check_environment(environment)
+
+
+def test_every_command_that_looks_at_a_job_refuses_to_be_one_process_of_many(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    (folder / "sft.yaml").write_text(MINIMAL)
+    for command in ("sft --config sft.yaml --dry-run", "sft --config sft.yaml --auto", "lengths sft --config sft.yaml"):
+        assert cli.main(command.split()) == 2
+        assert "this looks like one process of a distributed launch" in capfd.readouterr().err
 
 
 def test_reading_the_environment_imports_nothing_heavy(folder: Path) -> None:
