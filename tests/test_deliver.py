@@ -515,6 +515,22 @@ def test_the_report_tells_of_the_earlier_run_it_started_from(make_setting: MakeS
     )
 
 
+def test_the_report_says_why_the_search_ended_and_how_near_its_predictions_came(
+    make_setting: MakeSetting, tmp_path: Path
+) -> None:
+    setting = make_setting()
+    found = found_in(setting)
+    assert "How the search went" not in report_of(setting, found, tmp_path)
+    results = tuple(msgspec.structs.replace(one, at_speed=0.8 if one.index < 2 else 1.0) for one in found.results)
+    said = msgspec.structs.replace(found, ended="no gain in the last 14 trials", predicted="half of 9", results=results)
+    section = report_of(setting, said, tmp_path).split("## How the search went\n\n")[1].split("\n\n")[0]
+    assert section.splitlines() == [
+        "* it ended: no gain in the last 14 trials",
+        "* half of 9",
+        "* the machine changed its speed meanwhile: the figures of #0, #1 are brought to that of its end",
+    ]
+
+
 def test_a_run_without_a_failure_has_no_section_of_them(make_setting: MakeSetting, tmp_path: Path) -> None:
     setting = make_setting()
     kept = kept_in(setting)

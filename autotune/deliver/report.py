@@ -30,6 +30,7 @@ def report(setting: Setting, found: Found, changes: list[Change], *, seconds: fl
         _tried(setting, found),
         _failed(setting, found),
         _out(setting, found),
+        _search(found),
         _time(found, seconds),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -205,6 +206,21 @@ def _out(setting: Setting, found: Found) -> str:
     ]
     rows += [_cells("", candidate, reason) for candidate, reason in found.ruled_out.items()]
     return "\n".join(rows) if len(rows) > 4 else ""
+
+
+def _search(found: Found) -> str:
+    """Why the search ended where it did, and how far its predictions can be trusted."""
+    changed = sorted(one.index for one in found.results if one.at_speed != 1.0)
+    lines = [
+        f"* it ended: {found.ended}" if found.ended else "",
+        f"* {found.predicted}" if found.predicted else "",
+        "* the machine changed its speed meanwhile: the figures of "
+        f"{', '.join(f'#{index}' for index in changed)} are brought to that of its end"
+        if changed
+        else "",
+    ]
+    said = [line for line in lines if line]
+    return "\n".join(["## How the search went", "", *said]) if said else ""
 
 
 def _time(found: Found, seconds: float) -> str:

@@ -200,7 +200,7 @@ def _take_turn(setting: Setting, arm: Arm, number: int, *, fresh: bool) -> None:
             return
         if not forward(setting, arm.trial):
             setting.clock.sleep(POLL_SECONDS)
-    if disturbed(setting, arm.candidate, load.others()):
+    if disturbed(setting, arm.candidate, load.others()) or setting.gpu_disturbance() is not None:
         arm.disturbed.add(number)
     if fresh:
         arm.trial.kill()

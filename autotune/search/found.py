@@ -30,6 +30,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     gates: tuple[Gate, ...] = ()
     memory: tuple[TrialResult, ...] = ()  # of the longest rows: the winner, and the baseline where it ran
     session_index: int = 0  # trials from this one on ran in this session, the others before a resume
+    ended: str | None = None  # why no further candidate was tried, in words
+    predicted: str | None = None  # how near the predictions came, in words
     search_seconds: float = 0.0
     confirm_seconds: float = 0.0
 

@@ -70,10 +70,13 @@ def measure(
             if _known(setting, trial, candidate, best):
                 break
         others = load.others()  # while its processes can still be asked
+        disturbed_by = setting.gpu_disturbance()
     finally:
         trial.kill()
     result = conclude(setting, trial, candidate, pruned=pruned)
-    result = msgspec.structs.replace(result, others_cores=round(others, 2), pass_steps=sample.steps)
+    result = msgspec.structs.replace(
+        result, others_cores=round(others, 2), disturbed_by=disturbed_by, pass_steps=sample.steps
+    )
     if foretold is not None:  # it told how long a pass is, and the caller starts it again with a shorter one
         return msgspec.structs.replace(
             result, foretold_pass_seconds=foretold, detail=f"a pass would take {foretold:.0f} s"

@@ -46,6 +46,8 @@ class Record:
         self.gates: tuple[Gate, ...] = ()
         self.memory: list[TrialResult] = []
         self.ruled_out: dict[Candidate, str] = {}
+        self.ended: str | None = None
+        self.predicted: str | None = None
         self.search_seconds = 0.0
         self.confirm_seconds = 0.0
 
@@ -152,6 +154,8 @@ class Record:
             gates=self.gates,
             memory=tuple(self.memory),
             session_index=self._session_index,
+            ended=self.ended,
+            predicted=self.predicted,
             search_seconds=self.search_seconds,
             confirm_seconds=self.confirm_seconds,
         )

@@ -18,6 +18,7 @@ from autotune.plan.space import Candidate, Space
 from autotune.probe.machine import Machine
 from autotune.probe.model import ModelShape
 from autotune.search.clock import Clock
+from autotune.trial import gpu_state
 from autotune.trial.load import LoadMeter
 from autotune.trial.result import Purpose
 from autotune.trial.runner import Deadlines, Trial, TrialPlan
@@ -133,6 +134,10 @@ class Setting:
     def load_meter(self, trial: Trial) -> LoadMeter:
         """What tells how much of the machine others have while this trial runs, from now on."""
         return LoadMeter(trial.pid)
+
+    def gpu_disturbance(self) -> str | None:
+        """What is on the GPU beside this run, or holds it back, now; to be asked when a trial has measured."""
+        return gpu_state.ask(self.machine.gpus[0].uuid) if self.machine.backend == "cuda" else None
 
     def _trial(self, plan: TrialPlan, folder: Path) -> Trial:
         return Trial(plan, folder, self.children, deadlines=self.deadlines, target=self.worker)

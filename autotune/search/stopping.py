@@ -22,6 +22,7 @@ WORTH_A_TRIAL = 0.01
 SAME_FAILURES = 4
 BEFORE_A_STEP = ("start", "load_model", "prepare_data")
 ROUNDS_FORESEEN = 4  # of the confirmation
+FEWEST_FORESEEN = 2  # while there is nothing to confirm yet: then a first trial is worth more than rounds
 CONFIRM_SHARE = 0.5  # of the budget, at most
 
 
@@ -52,13 +53,15 @@ def seconds_to_confirm(setting: Setting, *, baseline: TrialResult | None, best: 
     """What the confirmation and the checks will take, from what passes took so far."""
     if best is None:
         return 0.0
-    arms = [best] * MOST_FINALISTS + ([baseline] if baseline is not None else [])
+    alone = best is baseline
+    finalists, rounds = (1, FEWEST_FORESEEN) if alone else (MOST_FINALISTS, ROUNDS_FORESEEN)
+    arms = [best] * finalists + ([baseline] if baseline is not None else [])
     seconds = 0.0
     for arm in arms:
         a_pass = arm.passes[0]
         warm_up = 2 * a_pass.seconds / a_pass.steps
         turn = a_pass.seconds * passes_in_a_turn(arms[-1].passes[0].seconds, a_pass.seconds)
-        seconds += ROUNDS_FORESEEN * turn + (arm.startup_seconds or 1.0) + warm_up
+        seconds += rounds * turn + (arm.startup_seconds or 1.0) + warm_up
     seconds = max(seconds, least_seconds(setting))
     return min(seconds + seconds_to_check(setting, baseline or best), CONFIRM_SHARE * setting.budget_seconds)
 

@@ -11,6 +11,7 @@ from autotune.events import BestChanged, RunOutcome
 from autotune.plan.cost import CostModel
 from autotune.plan.space import Candidate
 from autotune.search import samples
+from autotune.search.cost_fit import describe_errors
 from autotune.search.decision import decide
 from autotune.search.drift import Drift
 from autotune.search.failures import describe_failure
@@ -66,6 +67,7 @@ class Tuner:
     def found(self, outcome: RunOutcome | None = None) -> Found:
         """The state of the search as a result; valid at any moment."""
         self.record.ruled_out = dict(self._proposals.ruled_out)
+        self.record.predicted = describe_errors(self._proposals.checked)
         return self.record.found(outcome)
 
     def run(self) -> Found:
@@ -78,7 +80,8 @@ class Tuner:
                 stop = self._reason_to_stop()
                 proposal = None if stop else self._next()
                 if proposal is None:
-                    self.record.note(stop or "every allowed candidate was tried")
+                    record.ended = stop or "every allowed candidate was tried"
+                    record.note(record.ended)
                     break
                 self._try(*proposal)
                 self._watch_the_machine()
@@ -201,23 +204,21 @@ class Tuner:
                 raise
             tries.append(result)
             if not self._disturbed(result) or self._again == 0 or len(tries) > MOST_TRIES:
-                calmest = min(tries, key=lambda one: one.others_cores)
+                calmest = min(tries, key=lambda one: (one.disturbed_by is not None, one.others_cores))
                 if calmest is not result:
                     keep(setting, calmest)
                 return calmest
             self._again -= 1
-            self.record.note(
-                f"other processes kept {result.others_cores:.1f} of {setting.machine.cpu.cores} cores busy during "
-                f"#{index}: measuring it again",
-                topic="trial",
-            )
+            beside = f"other processes kept {result.others_cores:.1f} of {setting.machine.cpu.cores} cores busy"
+            self.record.note(f"{result.disturbed_by or beside} during #{index}: measuring it again", topic="trial")
             if self._again == 0:
                 self.record.note("this machine is busy: from here on figures are taken as they come", topic="trial")
             reason = "again: the machine was busy"
 
     def _disturbed(self, result: TrialResult) -> bool:
         ran = result.outcome in ("ok", "pruned", "stopped")
-        return ran and disturbed(self.setting, result.candidate, result.others_cores)
+        on_gpu = result.disturbed_by is not None
+        return ran and (on_gpu or disturbed(self.setting, result.candidate, result.others_cores))
 
     def _told(self, result: TrialResult) -> None:
         before = self.record.best

@@ -74,6 +74,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     kernel_revision: str | None = None  # the hub kernel's commit, or `local`
     peak_bytes: int | None = None
     others_cores: float = 0.0  # cores that other processes kept busy meanwhile
+    disturbed_by: str | None = None  # what else was on the GPU or held it back when the trial had measured
     busy: bool = False  # others had the cores, and it was not measured again: its rate wins nothing
     at_speed: float = 1.0  # of the machine: the rates are those measured times this, where its speed changed later
     startup_seconds: float | None = None  # child start to first optimizer step
