@@ -19,7 +19,7 @@ from rich.console import Console
 
 from autotune import data_look
 from autotune.children import Children
-from autotune.deliver.lengths_screen import print_lengths
+from autotune.deliver.lengths_screen import _broken, print_lengths
 from autotune.deliver.narrator import Narrator
 from autotune.job import read_job
 from autotune.plan.histogram import histogram
@@ -178,13 +178,13 @@ def test_all_rows_is_taken(run: Run) -> None:
 @pytest.mark.parametrize(
     ("method", "kind", "unit"),
     [
-        ("dpo", "pairs", "20 pairs (pairs)"),
-        ("reward", "pairs", "20 pairs (pairs)"),
+        ("dpo", "pairs", "20 pairs, "),
+        ("reward", "pairs", "20 pairs, "),
         ("kto", "labels", "20 rows (prompt-completion-label)"),
         ("kto", "pairs", "40 rows (pairs)"),
-        ("grpo", "prompts", "20 prompts (prompt)"),
-        ("rloo", "prompts", "20 prompts (prompt)"),
-        ("online_dpo", "prompts", "20 prompts (prompt)"),
+        ("grpo", "prompts", "20 prompts, "),
+        ("rloo", "prompts", "20 prompts, "),
+        ("online_dpo", "prompts", "20 prompts, "),
     ],
 )  # fmt: skip
 def test_every_method_has_its_screen_without_packing(method: str, kind: str, unit: str, run: Run) -> None:
@@ -196,6 +196,14 @@ def test_every_method_has_its_screen_without_packing(method: str, kind: str, uni
     told = json.loads(run("lengths", method, "--config", f"{kind}.yaml", "--json").out)
     assert told["method"] == method
     assert list(told["arrangements"]) == ["padded"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 200])
+def test_a_line_is_broken_between_its_figures_and_not_within_one(width: int) -> None:
+    parts = ["tokens per row", "50 %: 102", "90 %: 324", "100 %: 1,903 or more"]
+    lines = _broken("   ".join(parts), width).splitlines()
+    assert [part for line in lines for part in line.split("   ")] == parts
+    assert max(map(len, lines)) <= max(width, 20)
 
 
 def test_a_look_at_the_data_takes_jobs_that_are_not_tuned_yet(run: Run) -> None:

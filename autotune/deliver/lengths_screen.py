@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from autotune.deliver.wording import seconds
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from autotune.plan.sampled import Intervals
 
+GLUE = "\N{NO-BREAK SPACE}"
 BAR = 30  # characters of the longest bar
 
 
@@ -25,7 +27,8 @@ def print_lengths(report: LengthsReport, console: Console, intervals: Intervals 
 
     `intervals` are those of a report on a sample: every figure is then told with how far it may be off.
     """
-    console.print(_head(report, intervals))
+    for line in _head(report, intervals):
+        console.print(_broken(line, console.width), soft_wrap=True)
     console.print()
     _print_bare(_histogram(report, intervals, blocks=console.encoding.startswith("utf")), console)
     console.print(f"\n{_batch(report)}")
@@ -54,14 +57,23 @@ def unit(lengths: Lengths) -> str:
     return "prompts" if lengths.method in ONLINE else "pairs" if lengths.method in ("dpo", "reward") else "rows"
 
 
-def _head(report: LengthsReport, intervals: Intervals | None) -> str:
+def _broken(line: str, width: int) -> str:
+    """The line with breaks between its parts, which are three spaces apart, and within a part only where that is
+    wider than the console."""
+    parts = line.split("   ")
+    joined = "   ".join(part.replace(" ", GLUE) if len(part) <= width else part for part in parts)
+    return textwrap.fill(joined, max(width, 1), break_long_words=False, break_on_hyphens=False).replace(GLUE, " ")
+
+
+def _head(report: LengthsReport, intervals: Intervals | None) -> list[str]:
     lengths = report.lengths
     total = f"{round(sum(lengths.tokens) * weight_of(lengths)):,} tokens"
     if intervals:
         total += f" ({_span(intervals.tokens)})"
     read = "read earlier" if lengths.cached else f"read in {seconds(lengths.seconds)}"
     what = unit(lengths).removesuffix("s") if lengths.rows == 1 else unit(lengths)
-    lines = [f"{lengths.rows:,} {what} ({lengths.format}), {total}, {read}"]
+    form = "" if lengths.format.removesuffix("s") == what.removesuffix("s") else f" ({lengths.format})"
+    lines = [f"{lengths.rows:,} {what}{form}, {total}, {read}"]
     if lengths.rows_measured < lengths.rows:
         lines.append(f"from a sample of {lengths.rows_measured:,} rows")
     if not lengths.rows_known:
@@ -73,7 +85,7 @@ def _head(report: LengthsReport, intervals: Intervals | None) -> str:
             for percent, length in percentiles_of(tokens).items()
         )
         lines.append(f"tokens per {name}   {shares}")
-    return "\n".join(lines)
+    return lines
 
 
 def _with_span(value: int, interval: Interval | None, *, longest: bool) -> str:
