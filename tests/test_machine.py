@@ -24,6 +24,7 @@ from autotune.probe.machine import (
     describe,
     machine_from_json,
     probe_machine,
+    read_machine,
     to_json,
 )
 from autotune.probe.versions import kernels_bounds, kernels_problem
@@ -279,6 +280,65 @@ def test_a_wrong_field_of_a_machine_file_is_named(changes: dict[str, Any], what:
         machine_from_json(document(**changes))
     assert raised.value.what == what
     assert "doctor --json" in raised.value.hint
+
+
+def gpu_with(**changes: Any) -> dict[str, Any]:
+    return {**json.loads(document())["gpus"][0], **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"gpus": [gpu_with(compute_capability=[-1, 0])]},
+         "wrong in `gpus[0].compute_capability[0]`: expected `int` >= 0"),
+        ({"gpus": [gpu_with(compute_capability=[99, 0])]},
+         "wrong in `gpus[0].compute_capability[0]`: expected `int` <= 20"),
+        ({"gpus": [gpu_with(index=-5)]}, "wrong in `gpus[0].index`: expected `int` >= 0"),
+        ({"gpus": [gpu_with(power_limit_watts=-1)]}, "wrong in `gpus[0].power_limit_watts`: expected `float` >= 0.0"),
+        ({"gpus": [gpu_with(busy_processes=-3)]}, "wrong in `gpus[0].busy_processes`: expected `int` >= 0"),
+        ({"gpus": [gpu_with(linked_to=[99])]}, "wrong in `gpus[0].linked_to[0]`: expected `int` <= 63"),
+        ({"gpus": [gpu_with(linked_to=[0])]}, "wrong in `gpus[0].linked_to`: a GPU is not linked to itself"),
+        ({"gpus": [gpu_with(), gpu_with(index=1)]}, "wrong in `gpus[1].uuid`: `GPU-1` is that of `gpus[0]` too"),
+        ({"gpus": [gpu_with(), gpu_with(uuid="GPU-2")]}, "wrong in `gpus[1].index`: `0` is that of `gpus[0]` too"),
+        ({"gpus": [gpu_with(memroy_bytes=1)]},
+         "wrong in `gpus[0].memroy_bytes`: there is no such field, did you mean `memory_bytes`?"),
+        ({"cpu": {"name": "x", "cores": 1, "bf16": True, "zzz": 1}},
+         "wrong in `cpu.zzz`: there is no such field; known are bf16, bf16_flag, cores, name"),
+        ({"percision": {}}, "wrong in `percision`: there is no such field, did you mean `precision`?"),
+        ({"versions": {"python": "3.11.7", "torch": 7}}, "wrong in `versions.torch`: expected `str | null`, got `int`"),
+        ({"versions": {"torch": "banana"}},
+         "wrong in `versions.torch`: expected a version such as `2.13.0`, got `banana`"),
+        ({"versions": {"torch_cuda": "13"}},
+         "wrong in `versions.torch_cuda`: expected a version such as `13.0`, got `13`"),
+    ],
+)  # fmt: skip
+def test_what_no_machine_can_be_is_refused_with_its_place(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(AutotuneError) as raised:
+        machine_from_json(document(**changes))
+    assert raised.value.what == f"the machine file is {what}"
+
+
+def test_slices_of_one_card_share_its_index() -> None:
+    slices = [gpu_with(uuid=f"MIG-{number}", mig="3g.40gb", linked_to=[]) for number in (1, 2)]
+    assert len(machine_from_json(document(gpus=slices)).gpus) == 2
+
+
+def test_a_machine_file_is_a_file_of_a_size_that_one_can_have(tmp_path: Path) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large.json"
+    os.mkfifo(pipe)
+    large.write_bytes(document() + b" " * 4 * 2**20)
+    for path, what in (
+        (Path("/dev/zero"), "cannot read the machine file `/dev/zero`: it is no regular file"),
+        (pipe, f"cannot read the machine file `{pipe}`: it is no regular file"),
+        (large, f"the machine file `{large}` holds more than 4 MiB"),
+        (tmp_path, f"cannot read the machine file `{tmp_path}`: Is a directory"),
+        (tmp_path / "x\0y", f"cannot read the machine file `{tmp_path}/x\0y`: embedded null byte"),
+    ):
+        with pytest.raises(AutotuneError) as raised:
+            read_machine(path)
+        assert raised.value.what == what
+    large.write_bytes(document() + b" " * (4 * 2**20 - len(document())))
+    assert read_machine(large).what_if
 
 
 def test_a_field_that_a_machine_file_lacks_is_named() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+from msgspec import inspect
 
 from autotune.errors import AutotuneError
 from autotune.given_file import read_given
@@ -17,7 +19,16 @@ from autotune.probe.device_precision import AMPERE, Backend, Precision, choose_p
 from autotune.probe.facts import Fact, Problem
 from autotune.probe.gpus import MOST_BYTES, Bytes, Gpu, NvmlReport, gpu_problems, probe_gpus
 from autotune.probe.host import Cpu, probe_cpu, probe_memory
-from autotune.probe.machine_document import NEW_FILE, check_content, check_sense, named, printable, wrong_field
+from autotune.probe.machine_document import (
+    NEW_FILE,
+    check_content,
+    check_names,
+    check_sense,
+    field_of,
+    named,
+    printable,
+    wrong_field,
+)
 from autotune.probe.torch_builds import torch_problems
 from autotune.probe.used import used_gpu
 from autotune.probe.versions import TorchBuild, kernels_problem, probe_torch_build, probe_versions
@@ -186,13 +197,17 @@ def machine_from_json(content: bytes, *, file: Path | None = None) -> Machine:
     AutotuneError that names the file, the field that is wrong and what was expected there.
     """
     check_content(content, file)
+    raw: Any = None
     try:
+        with contextlib.suppress(msgspec.ValidationError):  # a number out of all bounds: the next line knows its place
+            raw = msgspec.json.decode(content)
+        check_names(raw, inspect.type_info(Machine), file)
         machine = msgspec.json.decode(content, type=Machine)
     except msgspec.ValidationError as error:
         expected, _, field = str(error).partition(" - at `$.")
-        place = f" in `{field.rstrip('`')}`" if field else ""
+        place = f" in `{field_of(field.rstrip('`'), raw)}`" if field else ""
         raise wrong_field(file, place, expected[:1].lower() + expected[1:]) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AutotuneError(f"{named(file)} is not JSON: {error}", hint=NEW_FILE) from None
     machine = msgspec.convert(printable(msgspec.to_builtins(machine)), Machine)
     if machine.precision.value not in get_args(Precision):

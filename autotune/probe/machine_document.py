@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import codecs
+import difflib
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import inspect
+from packaging.version import InvalidVersion, Version
 
 from autotune.errors import AutotuneError
+from autotune.probe.architectures import version_pair
 
 if TYPE_CHECKING:
     from autotune.probe.machine import Machine
 
 SCHEMA = 1
+PARSED = ("torch", "transformers", "kernels", "trl")  # versions that something is judged by
 NEW_FILE = "make one with `trl-autotune doctor --json`"
 # characters that turn the direction of what follows, or of what stands before
 DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -59,11 +64,63 @@ def check_content(content: bytes, file: Path | None) -> None:
         )
 
 
+def check_names(value: Any, kind: inspect.Type, file: Path | None, place: str = "") -> None:
+    """Raises AutotuneError for a field that is not one of those of `kind`, which a file made by hand may have."""
+    if isinstance(kind, inspect.UnionType):
+        for one in kind.types:
+            check_names(value, one, file, place)
+    elif isinstance(kind, inspect.VarTupleType) and isinstance(value, list):
+        for number, one in enumerate(value):
+            check_names(one, kind.item_type, file, f"{place}[{number}]")
+    elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
+        fields = {field.encode_name: field.type for field in kind.fields}
+        for name, one in value.items():
+            inside = f"{place}.{name}".lstrip(".")
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, n=1)
+                meant = f", did you mean `{near[0]}`?" if near else f"; known are {', '.join(sorted(fields))}"
+                raise wrong_field(file, f" in `{inside}`", f"there is no such field{meant}")
+            check_names(one, fields[name], file, inside)
+
+
+def field_of(told: str, value: Any) -> str:
+    """The place of a wrong field as msgspec tells it, with the key of `versions` that it leaves out."""
+    versions = value.get("versions") if isinstance(value, dict) else None
+    if told == "versions[...]" and isinstance(versions, dict):
+        wrong = (name for name, version in versions.items() if version is not None and not isinstance(version, str))
+        return f"versions.{next(wrong, '...')}"
+    return told
+
+
 def check_sense(machine: Machine, file: Path | None) -> None:
-    """Raises AutotuneError for memory of which more is free than there is."""
+    """Raises AutotuneError for what no machine can be: more memory free than there is, one GPU twice or linked to
+    itself, a version that is none."""
     for place, free, total in _memories(machine):
         if free > total:
             raise wrong_field(file, f" in `{place}`", f"{free} bytes are free of {total}")
+    seen: dict[Any, int] = {}
+    for number, gpu in enumerate(machine.gpus):
+        names = [("uuid", gpu.uuid), *([("index", gpu.index)] if gpu.mig is None else [])]
+        for field, name in names:
+            first = seen.setdefault(name, number)
+            if first != number:
+                raise wrong_field(file, f" in `gpus[{number}].{field}`", f"`{name}` is that of `gpus[{first}]` too")
+        if gpu.index in (gpu.linked_to or ()):
+            raise wrong_field(file, f" in `gpus[{number}].linked_to`", "a GPU is not linked to itself")
+    for name in PARSED:
+        version = machine.versions.get(name)
+        if version is not None and not _is_version(version):
+            raise wrong_field(file, f" in `versions.{name}`", f"expected a version such as `2.13.0`, got `{version}`")
+    cuda = machine.versions.get("torch_cuda")
+    if cuda is not None and version_pair(cuda) is None:
+        raise wrong_field(file, " in `versions.torch_cuda`", f"expected a version such as `13.0`, got `{cuda}`")
+
+
+def _is_version(text: str) -> bool:
+    try:
+        return bool(Version(text))
+    except InvalidVersion:
+        return False
 
 
 def _memories(machine: Machine) -> Iterator[tuple[str, int, int]]:
