@@ -329,10 +329,12 @@ def says(rate: float) -> str:
     return f"print({{'num_tokens': tokens}}, {{'train_runtime': str(tokens / {rate})}})"
 
 
-def by_command(checks: Checks, **changes: Any) -> Any:
+def by_command(checks: Checks, *, yours: float = 0.5 * RATE, **changes: Any) -> Any:
+    """The gate of a winner whose trial had `RATE`, where the user's own had `yours`."""
     winner = checks.other(arrangement=SPLIT)
     result = checks.result(winner, **changes)
-    return run_end_to_end(winner, result, checks.result(checks.base), checks.checking(result))
+    passes = (Pass(1, 12, 12 * 256 / yours, 12 * 256, 0, 24),)
+    return run_end_to_end(winner, result, checks.result(checks.base, passes=passes), checks.checking(result))
 
 
 def test_a_command_that_is_as_fast_as_the_trial_passes_with_its_figure(
@@ -360,10 +362,23 @@ def test_a_command_that_is_slower_than_the_trial_of_the_same_minute_fails(
 def test_a_machine_that_has_become_slower_is_not_the_winners_fault(
     material: Material, children: Children, tmp_path: Path
 ) -> None:
-    rules = [{"seconds": 2.0}]
+    # the winner's steps take twice as long as they did, and yours three times
+    rules: list[dict[str, Any]] = [{"seconds": 2.0}, {"if": {"per_device_train_batch_size": 4}, "seconds": 1.5}]
     checks = Checks(material, children, tmp_path / "run", rules=rules, trl=fake_trl(tmp_path / "bin", says(RATE / 2)))
-    gate = by_command(checks)
+    gate = by_command(checks, yours=0.6 * RATE)
     assert (gate.passed, gate.value) == (True, pytest.approx(1.0))
+    assert gate.detail.endswith(
+        "; a trial of the same steps gives 6,400 now, 100% of its trial's; yours gives 4,267 now; 85% at least"
+    )
+
+
+def test_a_command_that_is_as_fast_as_its_trial_and_slower_than_yours_fails(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    checks = Checks(material, children, tmp_path / "run", trl=fake_trl(tmp_path / "bin", says(0.9 * RATE)))
+    gate = by_command(checks, yours=RATE)
+    assert (gate.passed, gate.value) == (False, pytest.approx(0.9))
+    assert gate.detail.endswith("; slower than yours, which gives 12,800 now")
 
 
 def test_a_command_that_fails_says_why(material: Material, children: Children, tmp_path: Path) -> None:

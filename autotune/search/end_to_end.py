@@ -67,8 +67,9 @@ def run_end_to_end(
 ) -> Gate | None:
     """Run the winner by the command and compare its rate with that of its trial, `result`; None where no command is.
 
-    Where the command is slower than `TOLERANCE` allows, a trial of the same steps tells whether the machine is. The
-    gate's figure is the command's rate over the trial's.
+    Where the command is slower than `TOLERANCE` allows, a trial of the same steps tells whether the machine is; where
+    it is slower than the user's own were, a trial of these does. The gate's figure is the command's rate over the
+    trial's.
     """
     setting = checking.setting
     if setting.trl is None:
@@ -82,21 +83,36 @@ def run_end_to_end(
         return Gate(NAME, True, "not run to its end: no time was left")
     if ran.rate is None:
         return Gate(NAME, False, f"`trl {setting.job.method}` did not run: {ran.failure}")
-    expected = _expected_rate(result, steps)
-    share = ran.rate / expected
-    told = f"`trl {setting.job.method}` gives {ran.rate:,.0f} useful tokens/s in {steps} steps"
-    if share >= 1 - TOLERANCE:
-        return Gate(NAME, True, f"{told}, {_against(share)}; {1 - TOLERANCE:.0%} at least", share)
-    told += f", {_against(share)}"
-    again = checking.run(winner, steps, reason="the same steps by a trial: is the machine slower now?")
-    if again is not None and again.outcome == "ok":
-        now = again.step_tokens / again.step_seconds
-        by_now = ran.rate / now
-        told += f"; a trial of the same steps gives {now:,.0f} now, {_against(by_now)}"
-        return Gate(NAME, by_now >= 1 - TOLERANCE, told, by_now)
-    slower_than_yours = reference is not None and bool(reference.passes) and ran.rate < joined(reference.passes).rate
-    told += "; no time was left to tell whether the machine is slower now"
-    return Gate(NAME, not slower_than_yours, f"{told}, and slower than yours" if slower_than_yours else told, share)
+    share = ran.rate / _expected_rate(result, steps)
+    told = f"`trl {setting.job.method}` gives {ran.rate:,.0f} useful tokens/s in {steps} steps, {_against(share)}"
+    no_time = "no time was left to tell whether the machine is slower now"
+    steady = share * joined(result.passes).rate  # without what the first steps took longer
+    yours = joined(reference.passes).rate if reference is not None and reference.passes else 0.0
+    if share < 1 - TOLERANCE:
+        now = _rate_now(winner, steps, checking)
+        if now is None and steady >= yours:
+            return Gate(NAME, True, f"{told}; {no_time}", share)
+        if now is not None:
+            share = ran.rate / now
+            told += f"; a trial of the same steps gives {now:,.0f} now, {_against(share)}"
+            if share < 1 - TOLERANCE:
+                return Gate(NAME, False, f"{told}, and must be {1 - TOLERANCE:.0%} at least", share)
+    if steady < yours:
+        assert reference is not None
+        now = _rate_now(setting.space.baseline, _steps(reference), checking)
+        if now is None or steady < now:
+            when = f"then, and {no_time}" if now is None else "now"
+            return Gate(NAME, False, f"{told}; slower than yours, which gives {now or yours:,.0f} {when}", share)
+        told += f"; yours gives {now:,.0f} now"
+    return Gate(NAME, True, f"{told}; {1 - TOLERANCE:.0%} at least", share)
+
+
+def _rate_now(candidate: Candidate, steps: int, checking: Checking) -> float | None:
+    """Useful tokens/s of so many steps by a trial; None where no time is left for it, or it fails."""
+    result = checking.run(candidate, steps, reason="as many steps by a trial: is the machine slower now?")
+    if result is None or result.outcome != "ok" or not result.step_seconds:
+        return None
+    return result.step_tokens / result.step_seconds
 
 
 def _run(setting: Setting, index: int, winner: Candidate, sample: Path, steps: int, foreseen: float) -> Ran | None:
