@@ -220,6 +220,25 @@ def test_the_interval_of_noisy_steps_holds_the_true_rate() -> None:
     assert held >= 0.90 * 400
 
 
+def test_the_interval_of_a_pass_holds_the_true_rate_though_slow_spells_last_over_several_steps() -> None:
+    """Steps in two states, each lasting several: intervals that took steps as independent held the rate less often."""
+    held = naive = 0
+    for seed in range(300):
+        generator = random.Random(seed)
+        slow, steps = generator.random() < 0.5, []
+        for number in range(24):
+            slow = slow if generator.random() < 0.75 else not slow
+            seconds = (1.25 if slow else 1.0) * math.exp(generator.gauss(0.0, 0.02))
+            steps.append(step(seconds=seconds, useful_tokens=1000, number=number))
+        estimate = rate_of(passes_of(steps, {1}), steps)
+        held += estimate.low <= 1000 / 1.125 <= estimate.high
+        times = [one.seconds for one in steps]
+        spread = statistics.stdev(times) * student_t(23) / math.sqrt(24)
+        naive += abs(statistics.mean(times) - 1.125) <= spread
+    assert held > naive + 30
+    assert held / 300 > 0.75
+
+
 # --- ratios --------------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from autotune.search.measure import (
 from autotune.search.samples import Sample
 from autotune.search.setting import Setting
 from autotune.search.statistics import Estimate, ratio_of
+from autotune.search.steadiness import steady
 from autotune.trial.result import Pass, TrialResult, joined, passes_of
 from autotune.trial.runner import Trial
 
@@ -226,7 +227,8 @@ def _pairs(setting: Setting, reference: Arm, arm: Arm) -> list[tuple[Pass, Pass]
 def _turns(setting: Setting, arm: Arm) -> list[Pass]:
     """What each whole turn measured, the passes in it taken together."""
     steps = [step for step in arm.trial.steps if step.pass_index > 0]
-    passes = corrected_passes(setting, arm.candidate, arm.passes(), steps)
+    steady_passes, steps = steady(arm.passes(), steps)
+    passes = corrected_passes(setting, arm.candidate, steady_passes, steps)
     whole = len(passes) - len(passes) % arm.turn
     return [joined(passes[first : first + arm.turn]) for first in range(0, whole, arm.turn)]
 

@@ -15,6 +15,7 @@ from autotune.plan.space import Candidate
 from autotune.search.samples import MEMORY_STEPS, Sample
 from autotune.search.setting import NO_OPTIONS, Setting
 from autotune.search.statistics import Estimate, cannot_reach, fit_step_cost, on_whole_data, rate_of
+from autotune.search.steadiness import steady, warming_up
 from autotune.trial.result import Pass, Purpose, TrialResult, passes_of
 from autotune.trial.runner import Trial, to_json
 
@@ -206,6 +207,7 @@ def conclude(setting: Setting, trial: Trial, candidate: Candidate, *, pruned: bo
         finite_steps=sum(step.loss is not None and math.isfinite(step.loss) for step in trial.steps),
         finite_in_a_row=finite_in_a_row(trial.steps),
         warm_up_steps=len(trial.steps) - len(measured),
+        unsteady_steps=warming_up(measured) if rate is not None else 0,
         warm_up_seconds=sum(step.seconds for step in trial.steps if step.pass_index == 0),
         actual_attention=trial.hello.actual_attention if trial.hello else None,
         kernel_revision=trial.hello.kernel_revision if trial.hello else None,
@@ -233,8 +235,9 @@ def _ran_instead(setting: Setting, trial: Trial, candidate: Candidate) -> str | 
 
 
 def corrected_rate(setting: Setting, trial: Trial, candidate: Candidate, passes: tuple[Pass, ...]) -> Estimate:
-    """The rate over the passes, with the sample's padding and packing corrected to the whole data's."""
-    steps = [step for step in trial.steps if step.pass_index > 0]
+    """The rate over the passes, with the sample's padding and packing corrected to the whole data's, and first steps
+    that were still warming up to later ones."""
+    passes, steps = steady(passes, [step for step in trial.steps if step.pass_index > 0])
     return rate_of(corrected_passes(setting, candidate, passes, steps), steps)
 
 

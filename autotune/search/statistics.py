@@ -121,8 +121,9 @@ def on_whole_data(passes: Sequence[Pass], cost: StepCost, whole: tuple[float, fl
 def rate_of(passes: Sequence[Pass], steps: Sequence[Step]) -> Estimate:
     """The rate over complete passes, with the interval that its steps and passes show.
 
-    Two sources of spread are seen: steps around what their size explains, and passes around each other. The wider
-    interval is taken, and never one narrower than `PASS_NOISE` over the root of the passes.
+    Two sources of spread are seen: steps around what their size explains, and passes around each other, both counted as
+    `independent` says. The wider interval is taken, and never one narrower than `PASS_NOISE` over the root of the
+    passes.
     """
     seconds = sum(one.seconds for one in passes)
     tokens = sum(one.useful_tokens for one in passes)
@@ -137,13 +138,14 @@ def rate_of(passes: Sequence[Pass], steps: Sequence[Step]) -> Estimate:
             for step in measured
         ]
         degrees = len(measured) - 2
-        spread = math.sqrt(sum(residual * residual for residual in residuals) / degrees * len(measured))
+        alike = len(measured) / independent(residuals)  # a slow spell makes neighbours alike
+        spread = math.sqrt(sum(residual * residual for residual in residuals) / degrees * len(measured) * alike)
         relative = max(relative, student_t(degrees) * spread / sum(step.seconds for step in measured))
     if len(passes) > 1:
         rates = [one.rate for one in passes]
         mean = sum(rates) / len(rates)
         deviation = math.sqrt(sum((one - mean) ** 2 for one in rates) / (len(rates) - 1))
-        relative = max(relative, student_t(len(rates) - 1) * deviation / math.sqrt(len(rates)) / mean)
+        relative = max(relative, student_t(len(rates) - 1) * deviation / math.sqrt(independent(rates)) / mean)
     relative = min(relative, 0.9)
     return Estimate(rate, rate * (1 - relative), rate * (1 + relative))
 

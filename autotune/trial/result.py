@@ -69,6 +69,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     finite_steps: int = 0  # whose loss was a finite number
     finite_in_a_row: int = 0  # of the last steps, those whose loss and gradient norm were finite numbers
     warm_up_steps: int = 0  # before the first pass
+    unsteady_steps: int = 0  # of the first pass, that were still warming up: they count as the later ones do
     warm_up_seconds: float = 0.0
     actual_attention: str | None = None
     kernel_revision: str | None = None  # the hub kernel's commit, or `local`
