@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from autotune.children import Children
+from autotune.deliver.wording import attention_out
 from autotune.probe.architectures import supports
 from autotune.probe.attention_names import FORMS, HUB_KERNELS, NATIVE
 from autotune.probe.builds import PUBLISHED, expected_attention
@@ -232,6 +233,25 @@ def test_a_package_is_expected_by_its_version_and_its_gpu() -> None:
 def test_the_jobs_own_name_without_its_package_is_expected_as_the_hubs_kernel() -> None:
     assert expected(gpu_of((8, 0)), asked="flash_attention_2")["flash_attention_2"].usable
     assert not expected(gpu_of((8, 0)))["flash_attention_2"].usable
+
+
+def test_of_a_package_that_is_not_there_and_the_hubs_kernel_one_is_offered_by_the_jobs_own_name() -> None:
+    found = expected(gpu_of((9, 0)), asked="flash_attention_2")
+    assert (found["flash_attention_2"].usable, found[FLASH2].usable, found[FLASH3].usable) == (True, False, True)
+    assert found[FLASH2].reason == (
+        "expected: it is what `flash_attention_2`, your job's name for it, runs without its package"
+    )
+    installed = expected(gpu_of((9, 0), versions={"flash_attn": "2.8.3"}), asked="flash_attention_2")
+    assert (installed["flash_attention_2"].usable, installed[FLASH2].usable) == (True, True)
+    assert expected(gpu_of((9, 0)), asked=FLASH2)[FLASH2].usable
+
+
+def test_reasons_that_differ_in_what_they_quote_are_told_as_one() -> None:
+    out = {reason: names for names, reason in attention_out(expected_attention(gpu_of((9, 0))))}
+    assert out["without its package; the hub has the same"] == ["flash_attention_2", "flash_attention_3",
+                                                                "flash_attention_4"]  # fmt: skip
+    old = {reason: names for names, reason in attention_out(expected_attention(gpu_of((7, 5))))}
+    assert old["needs compute capability 8.0 or newer, and this is 7.5"] == ["flash_attention_2", "flash_attention_3"]
 
 
 def test_flash_kernels_are_not_expected_in_float32() -> None:

@@ -225,7 +225,7 @@ def test_the_screen_tells_what_is_usable_how_fast_and_why_not() -> None:
     text = "\n".join(screen(a100()))
     assert "  usable   dense mask: sdpa 1.23 ms, flex_attention 12.5 ms\n" in text
     assert "           variable length: flash-attn2 0.41 ms\n" in text
-    assert "  not      flash_attention_2, flash_attention_3: the package `...` is not\n" in text
+    assert "  not      flash_attention_2, flash_attention_3: the package is not installed\n" in text
     assert "           vllm-flash-attn3: fails in backward: no build\n" in text
     assert "layer kernels usable: RMSNorm, SwiGLU; ran forward and backward" in text
     assert "580.95.05, runs CUDA up to 13.0; torch is built for 13.0: they fit" in text
@@ -252,6 +252,41 @@ def test_a_driver_of_an_older_major_version_than_torch_is_a_problem(
     found = [problem.what for problem in machine_module.probe_machine({}).problems]
     said = f"torch is built for CUDA {built_for}, and the driver 550.54 runs CUDA up to {runs[0]}.{runs[1]}, so torch"
     assert sum(what.startswith(said) for what in found) == too_old
+
+
+def test_bf16_that_is_said_of_a_gpu_without_it_is_told_to_be_emulated() -> None:
+    shown = run("--machine", str(MACHINES / "t4.json"), "--precision", "bf16")
+    text = " ".join(shown.stdout.split())
+    assert "compute capability 7.5 emulates bf16, which is slow; `--precision fp16` is native there" in text
+    assert "emulates" not in run("--machine", str(MACHINES / "t4.json")).stdout
+    assert "emulates" not in run("--machine", str(MACHINES / "h200.json"), "--precision", "bf16").stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("a100-and-t4", "used 2 GPUs are there and one is used, GPU 0, NVIDIA A100-PCIE-40GB: several are not tuned"),
+        ("2x-h100-one-busy", "since GPU 0 is in use and this one is like it and free"),
+        ("2x-h100-one-busy", "* GPU 0 (NVIDIA H100 80GB HBM3) is in use by `python3` with 59.6 GiB hint: GPU 1,"),
+        ("a100-mig", "used 2 MIG slices are there and the first is used: CUDA gives a process one MIG slice"),
+        ("mi300x", "GPU 0 AMD Instinct MI300X, 191.5 of 192.0 GiB free; who else"),
+    ],
+)
+def test_which_gpu_is_used_is_on_the_screen(name: str, told: str) -> None:
+    assert told in " ".join(run("--machine", str(MACHINES / f"{name}.json")).stdout.split())
+
+
+def test_a_driver_or_a_torch_that_does_not_fit_leaves_nothing_usable(tmp_path: Path) -> None:
+    for changes, what in (
+        ({"cuda_driver": [11, 4]}, "the driver is too old for it"),
+        ({"gpus": [{**json.loads((MACHINES / "h200.json").read_text())["gpus"][0], "compute_capability": [7, 0]}]},
+         "they fit, and torch is not built for the GPU"),
+    ):  # fmt: skip
+        document = {**json.loads((MACHINES / "h200.json").read_text()), **changes}
+        (tmp_path / "machine.json").write_text(json.dumps(document))
+        text = " ".join(run("--machine", str(tmp_path / "machine.json")).stdout.split())
+        assert what in text
+        assert " usable none not sdpa" in text.replace("; hub kernels are in kernels-community/", "")
 
 
 def test_a_gpu_that_is_shared_held_back_and_linked_says_so() -> None:

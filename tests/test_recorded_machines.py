@@ -81,7 +81,7 @@ OUT = [
     ("flash-attn4", "h200 b200", "not known"),
     ("flex_attention", "t4 2x-v100", "not known: Triton, which compiles it, supports 8.0 and newer"),
     ("flash_attention_2", "t4", "`flash-attn` needs compute capability 8.0 or newer, and this is 7.5"),
-    ("flash_attention_2", "8x-a100 h200", "`kernels-community/flash-attn2` is the same from the hub"),
+    ("flash_attention_2", "8x-a100 h200", "the hub has the same, `kernels-community/flash-attn2`"),
     ("paged-attention", "8x-a100 h200 b200", "for generation and has no backward"),
 ]
 

@@ -62,9 +62,10 @@ def ask(folder: Path, children: Children, monkeypatch: pytest.MonkeyPatch, capfd
     """Plans for a recorded machine."""
     run = commands.in_this_process(monkeypatch, capfd)
 
-    def ask(name: str, *arguments: str, text: str = "", as_json: bool = True) -> Answer:
+    def ask(name: str, *arguments: str, text: str = "", as_json: bool = True, of_a_file: bool = True) -> Answer:
         (folder / "sft.yaml").write_text(JOB + text)
-        given = ["sft", "--config", "sft.yaml", "--machine", f"{name}.json", *arguments, "--dry-run"]
+        config = ["--config", "sft.yaml"] if of_a_file else []
+        given = ["sft", *config, "--machine", f"{name}.json", *arguments, "--dry-run"]
         answer = run(*given, *(["--json"] if as_json else []))
         return Answer(answer.code, answer.out, answer.err)
 
@@ -242,6 +243,19 @@ def test_flash_attention_is_offered_by_what_the_job_computes_in(
 ) -> None:
     offered = {choice["value"] for choice in ask("h200", *arguments, text=text).axis("attention")["choices"]}
     assert ("kernels-community/flash-attn2" in offered) == flash
+
+
+def test_a_job_for_amds_gpus_is_a_job_for_a_gpu(folder: Path, ask: Ask) -> None:
+    plan = ask("mi300x").plan
+    assert plan["machine"] == "what-if: 1x AMD Instinct MI300X, 191.5 GiB free"
+    assert plan["memory"]["free_bytes"] == 205669793792
+    assert plan["memory"]["baseline"] == "fits"
+    told = ask("mi300x", "--demo", "--precision", "fp16", of_a_file=False, as_json=False)
+    assert told.code == 0
+    assert "`fp16: true` added: you said so" in told.err
+    assert "use_cpu" not in told.err
+    assert "has no effect" not in told.err
+    assert "not known on rocm" in told.err
 
 
 # --- the parser on behalf of another machine ----------------------------------------------------------------------

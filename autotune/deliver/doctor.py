@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from autotune.deliver.wording import HUB, attention_out
+from autotune.deliver.wording import EMULATES, HUB, attention_out
+from autotune.probe.architectures import dotted
 from autotune.probe.builds import gpu_refuses, kernels_pair_refuses
 from autotune.probe.gpus import Gpu
-from autotune.probe.machine import GIB, AttentionBackend, Machine
+from autotune.probe.machine import AMPERE, GIB, AttentionBackend, Machine
 from autotune.probe.torch_builds import driver_refuses
-from autotune.probe.used import used_line
+from autotune.probe.used import used_gpu, used_line
 
 if TYPE_CHECKING:
     from autotune.probe.gpus import GpuProcess
@@ -65,6 +66,7 @@ def rows(machine: Machine) -> list[Row]:
         *_used(machine),
         *([("driver", _driver(machine))] if machine.backend == "cuda" or machine.driver else []),
         ("precision", f"{machine.precision.value}: {machine.precision.reason}"),
+        *_emulated(machine),
         *_attention(machine),
         *_layer_kernels(machine),
         *_versions(machine),
@@ -98,6 +100,14 @@ def _gpus(machine: Machine) -> list[Row]:
 def _used(machine: Machine) -> list[Row]:
     line = used_line(machine.gpus, there=machine.what_if)
     return [] if line is None else [("  used", line)]
+
+
+def _emulated(machine: Machine) -> list[Row]:
+    used = used_gpu(machine.gpus)
+    capability = None if used is None or machine.backend != "cuda" else used.compute_capability
+    if machine.precision.value != "bf16" or capability is None or capability >= AMPERE:
+        return []
+    return [("", f"compute capability {dotted(capability)} {EMULATES}; `--precision fp16` is native there")]
 
 
 def _gpu(gpu: Gpu, machine: Machine) -> Iterator[str]:

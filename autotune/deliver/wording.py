@@ -22,7 +22,7 @@ from autotune.search.training import duration
 HUB = "kernels-community/"  # where the kernels come from that are named without a place
 seconds = duration
 EMULATES = "emulates bf16, which is slow"
-QUOTED = re.compile(r"`[^`]+`")
+QUOTED = re.compile(r",? ?`[^`]+`")
 
 
 def rate(value: float) -> str:
@@ -132,11 +132,11 @@ def kernels_line(machine: Machine) -> str:
 
 
 def attention_out(backends: Iterable[AttentionBackend]) -> list[tuple[list[str], str]]:
-    """The backends that cannot be used, by their reason; one that names another thing of each is told without it."""
+    """The backends that cannot be used, by their reason; where it names another thing of each, it is told without."""
     alike: dict[str, list[AttentionBackend]] = {}
     for one in backends:
         if not one.usable:
-            alike.setdefault(QUOTED.sub("`...`", one.reason), []).append(one)
+            alike.setdefault(QUOTED.sub("", one.reason).strip(), []).append(one)
     found = []
     for same, group in alike.items():
         reason = group[0].reason if len({one.reason for one in group}) == 1 else same

@@ -23,8 +23,10 @@ from autotune.probe.attention_names import (
     UNKNOWN,
     VARIABLE,
     malformed,
+    not_there,
     packing_of,
     repository,
+    twin,
 )
 from autotune.probe.attention_trial import TIMED_TOKENS, Heads, Outcome, try_backend
 from autotune.probe.builds import package_refuses, package_unfit, precision_refuses
@@ -113,8 +115,14 @@ def probe(request: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 
     torch.set_num_threads(1)  # the model is tiny: starting threads would take longer than it runs
     heads = Heads.of(request)
-    judged = [_judge(name, heads, as_asked=name == request["job_attention"]) for name in request["names"]]
+    asked = request["job_attention"]
+    judged = [_same_as(name, asked) or _judge(name, heads, as_asked=name == asked) for name in request["names"]]
     return [msgspec.structs.asdict(backend) for backend in judged]
+
+
+def _same_as(name: str, asked: str | None) -> AttentionBackend | None:
+    same = twin(name, asked, installed=lambda distribution: installed_version(distribution) is not None)
+    return None if same is None else _rejected(name, Outcome(failure=same))
 
 
 def _judge(name: str, heads: Heads, *, as_asked: bool) -> AttentionBackend:
@@ -214,7 +222,7 @@ def _package_refuses(name: str, backend: Backend, *, as_asked: bool) -> str | No
     if installed is None:
         if as_asked:
             return hub_refuses(package.stand_in, backend)
-        return f"the package `{package.distribution}` is not installed; `{package.stand_in}` is the same from the hub"
+        return not_there(name)
     return package_refuses(name, installed) or _package_unfit(name, backend)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import msgspec
 
@@ -29,6 +30,22 @@ PACKAGES = {
     "flash_attention_3": Package("flash-attn-3", "kernels-community/vllm-flash-attn3", (8, 0)),
     "flash_attention_4": Package("flash-attn-4", "kernels-community/flash-attn4", (9, 0)),
 }
+
+
+def not_there(name: str) -> str:
+    """Why an implementation is not tried whose package is missing; it reads on without what it quotes."""
+    package = PACKAGES[name]
+    return f"without its package, `{package.distribution}`; the hub has the same, `{package.stand_in}`"
+
+
+def twin(name: str, job_attention: str | None, *, installed: Callable[[str], bool]) -> str | None:
+    """Why a hub kernel is not tried beside the job's own attention; None where it is another. Without its package
+    transformers runs the hub's kernel under the job's name."""
+    package = PACKAGES.get(job_attention or "")
+    if package is None or package.stand_in != name or installed(package.distribution):
+        return None
+    return f"it is what `{job_attention}`, your job's name for it, runs without its package"
+
 
 GENERATION_ONLY = "kernels-community/paged-attention"
 

@@ -16,8 +16,10 @@ from autotune.probe.attention_names import (
     NATIVE,
     PACKAGES,
     malformed,
+    not_there,
     packing_of,
     repository,
+    twin,
 )
 from autotune.probe.facts import Fact
 from autotune.probe.machine import AttentionBackend, Machine
@@ -31,8 +33,8 @@ TRITON_SUPPORTS, TRITON_CAPABILITY = (8, 0), (7, 0)
 NOT_TOLD = "not known: the compute capability of the GPU is not told"
 GENERATES = "it is for generation and has no backward"
 FLASH_ATTENTION_4_NEEDS = (
-    "not known: whether `einops`, `apache-tvm-ffi` and `nvidia-cutlass-dsl`, which it is compiled with, are installed "
-    "there is not told; `pip install einops apache-tvm-ffi nvidia-cutlass-dsl` brings them"
+    "not known: whether einops, apache-tvm-ffi and nvidia-cutlass-dsl are installed there is not told; "
+    "`pip install einops apache-tvm-ffi nvidia-cutlass-dsl`"
 )
 
 
@@ -69,11 +71,14 @@ def expected_attention(
     if precision is not None:
         fact = Fact(precision, machine.precision.reason)
         machine = msgspec.structs.replace(machine, precision=fact)
-    return tuple(_expected(name, machine, as_asked=name == job_attention) for name in names)
+    return tuple(_expected(name, machine, job_attention) for name in names)
 
 
-def _expected(name: str, machine: Machine, *, as_asked: bool) -> AttentionBackend:
-    usable, reason = _judged(name, machine, as_asked=as_asked)
+def _expected(name: str, machine: Machine, job_attention: str | None) -> AttentionBackend:
+    usable, reason = _judged(name, machine, as_asked=name == job_attention)
+    same = twin(name, job_attention, installed=lambda one: machine.versions.get(one.replace("-", "_")) is not None)
+    if usable and same is not None:
+        usable, reason = False, same
     return AttentionBackend(
         name=name, usable=usable, packing=packing_of(name), reason=f"expected: {reason}", expected=True
     )
@@ -134,10 +139,7 @@ def _package(name: str, machine: Machine, *, as_asked: bool) -> tuple[bool, str]
         if as_asked:
             usable, reason = _hub(package.stand_in, machine)
             return usable, f"`{package.stand_in}` in place of the package `{package.distribution}`: {reason}"
-        return (
-            False,
-            f"the package `{package.distribution}` is not there; `{package.stand_in}` is the same from the hub",
-        )
+        return False, not_there(name)
     refused = package_refuses(name, installed) or _precision_refuses(machine)
     return (False, refused) if refused else (True, f"`{package.distribution}` {installed} is there")
 

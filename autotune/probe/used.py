@@ -34,7 +34,8 @@ def used_line(gpus: Sequence[Gpu], *, there: bool = False) -> str | None:
     where = "there" if there else "here"
     slices = sum(gpu.mig is not None for gpu in gpus)
     if slices == len(gpus):
-        return f"{slices} MIG slices are {where} and one is used, {_named(used)}: {ONE_SLICE}"
+        which = "the first is used" if used is gpus[0] else f"one is used, `{used.uuid}`"
+        return f"{slices} MIG slices are {where} and {which}: {ONE_SLICE}"
     why = "" if used is gpus[0] else f" since GPU {gpus[0].index} is in use and this one is like it and free"
     return f"{len(gpus)} GPUs are {where} and one is used, {_named(used)}{why}: several are not tuned yet"
 
