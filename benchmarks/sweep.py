@@ -24,6 +24,7 @@ from autotune.children import Children
 from autotune.errors import AutotuneError
 from autotune.events import AnyEvent, Note
 from autotune.folder import Prepared
+from autotune.interruption import ended_by_signals
 from autotune.plan.space import Candidate
 from autotune.planning import Plan
 from autotune.probe.machine import describe
@@ -235,7 +236,7 @@ def main() -> None:
             f"error: `{job.name}` needs `{job.needs.name}`, which is not here\nhint: see {job.needs.parent}"
         )
     try:
-        with session.ended_by_signals():
+        with ended_by_signals():
             run(job, repetitions=given.repetitions, limit=given.limit, anew=given.anew)
     except AutotuneError as error:
         raise SystemExit(f"error: {error.what}\nhint: {error.hint}") from None

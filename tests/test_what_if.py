@@ -245,7 +245,8 @@ def test_flash_attention_is_offered_by_what_the_job_computes_in(
     assert ("kernels-community/flash-attn2" in offered) == flash
 
 
-def test_a_job_for_amds_gpus_is_a_job_for_a_gpu(folder: Path, ask: Ask) -> None:
+def test_a_job_for_amds_gpus_is_a_job_for_a_gpu(folder: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))  # where the demo's files go
     plan = ask("mi300x").plan
     assert plan["machine"] == "what-if: 1x AMD Instinct MI300X, 191.5 GiB free"
     assert plan["memory"]["free_bytes"] == 205669793792
