@@ -77,9 +77,18 @@ class _Seen(NamedTuple):
 class CostFit:
     """A fit to the results told so far. Without any it predicts what the constants say."""
 
-    def __init__(self, terms: Callable[[Candidate], Terms], baseline: Candidate) -> None:
+    def __init__(
+        self,
+        terms: Callable[[Candidate], Terms],
+        baseline: Candidate,
+        *,
+        disturbed: Callable[[TrialResult], bool] = lambda result: result.busy,
+    ) -> None:
+        """`disturbed` tells whether other processes had what a trial needed: its rate is then little more than a
+        hint."""
         self._terms = terms
         self._baseline = baseline
+        self._disturbed = disturbed
         self._seen: list[_Seen] = []
         self._constants: dict[str, float] = {}  # logarithms; what is not in it is as predicted
         self._slopes: list[dict[str, float]] = []
@@ -93,8 +102,9 @@ class CostFit:
         rate = result.rate or result.partial_rate
         if rate is None or result.outcome not in ("ok", "pruned"):
             return
-        noise = _noise(result)
-        if self._seen and not result.busy:
+        disturbed = self._disturbed(result)
+        noise = DISTURBED if disturbed else _noise(result)
+        if self._seen and not disturbed:
             self._check(result, rate, noise)
         self._forget(result.candidate)
         self._seen.append(_Seen(result.candidate, self._terms(result.candidate), -math.log(rate), noise))
@@ -209,8 +219,6 @@ class CostFit:
 
 def _noise(result: TrialResult) -> float:
     """The standard deviation of a rate's logarithm."""
-    if result.busy:
-        return DISTURBED
     if result.rate is None:
         return CUT_SHORT
     low, high = result.rate_interval or (result.rate, result.rate)

@@ -48,7 +48,8 @@ class Proposals:
 
     The same seed and the same results in the same order give the same proposals. `predict` gives the terms of a
     candidate's seconds per useful token, or these seconds themselves; `room` says whether there is memory for it: what
-    is tight is tried last, and what there is none for is not tried while its estimate says so.
+    is tight is tried last, and what there is none for is not tried while its estimate says so. `disturbed` tells
+    whether others had what a trial needed.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Proposals:
         predict: Callable[[Candidate], Terms | float],
         *,
         room: Callable[[Candidate], Room] = lambda _candidate: Room("fits"),
+        disturbed: Callable[[TrialResult], bool] = lambda result: result.busy,
         seed: int = 0,
     ) -> None:
         self._space = space
@@ -64,7 +66,7 @@ class Proposals:
         self._seed = seed
         base = space.baseline
         self._terms = {candidate: _as_terms(predict(candidate)) for candidate in space.candidates()}
-        self._fit = CostFit(self._terms.__getitem__, base)
+        self._fit = CostFit(self._terms.__getitem__, base, disturbed=disturbed)
         seconds = {candidate: terms.seconds for candidate, terms in self._terms.items()}
         # between equal predictions the one that changes less
         self._open = dict.fromkeys(sorted(self._terms, key=lambda one: (seconds[one], one.differences(base))))

@@ -58,6 +58,7 @@ class Tuner:
             setting.space,
             CostModel(setting.data, setting.model, setting.machine).terms,
             room=self._memory_use.room,
+            disturbed=lambda result: result.busy or self._disturbed(result),
             seed=setting.seed,
         )
         for result in results:
