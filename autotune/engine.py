@@ -133,4 +133,5 @@ def _deliver(setting: Setting, found: Found, folder: Path, *, seconds: float) ->
         config=str(delivered.config) if delivered.config is not None else None,
         profile=str(delivered.profile) if delivered.profile is not None else None,
         confirmed=found.confirmed_rounds > 0,
+        grade=setting.space.grade(found.winner) if found.winner != setting.space.baseline else None,
     )

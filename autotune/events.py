@@ -152,6 +152,7 @@ class RunFinished(Event, frozen=True, tag="run_finished"):
     config: str | None
     profile: str | None
     confirmed: bool = False  # measured in turns with the user's own
+    grade: str | None = None  # of `best`, where it is not the user's own
 
 
 AnyEvent = (

@@ -25,7 +25,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float | None
     speedup_interval: tuple[float, float] | None
     trials: int
-    gates: dict[str, float | str]
+    grade: str  # of the options: how far the training they give may be from the one without them
+    differences: tuple[str, ...] = ()  # what is not as in that, for grades that had to be asked for
+    gates: dict[str, float | str] = {}
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):

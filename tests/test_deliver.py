@@ -26,7 +26,7 @@ from autotune.job import Job, read_job
 from autotune.plan import recipe
 from autotune.plan.axes import build_space
 from autotune.plan.data import Data
-from autotune.plan.space import Arrangement, Candidate
+from autotune.plan.space import Arrangement, Candidate, Grade
 from autotune.probe.machine import LayerKernels, Machine
 from autotune.search.found import Found, why_kept
 from autotune.search.gates import Gate
@@ -73,7 +73,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_setting(children: Children, folder: Path) -> MakeSetting:
     """A search's setting for a job given by its YAML and arguments."""
 
-    def make(text: str | None = MINE, *arguments: str, machine: Machine | None = None) -> Setting:
+    def make(
+        text: str | None = MINE,
+        *arguments: str,
+        machine: Machine | None = None,
+        allowed: frozenset[Grade] = frozenset({"exact", "regrouped"}),
+    ) -> Setting:
         here = machine or parts.cpu_machine()
         given = list(arguments)
         if text is not None:
@@ -88,7 +93,7 @@ def make_setting(children: Children, folder: Path) -> MakeSetting:
             machine=here,
             model=parts.SHAPE,
             data=data,
-            space=build_space(job, here, data, allowed=frozenset({"exact", "regrouped"})),
+            space=build_space(job, here, data, allowed=allowed),
             children=children,
             folder=folder / "run",
             emit=lambda event: None,
@@ -665,9 +670,93 @@ def test_the_last_lines_tell_what_an_epoch_saves(make_setting: MakeSetting) -> N
     setting = make_setting()
     said = dict(closing.lines(setting, found_in(setting), seconds=61.0))
     assert said["best"].startswith("#1  bfd 464, 1 x 1, eager, no checkpointing, 2 threads   2.60x (2.51 to 2.69)")
-    assert said["epoch"] == "3 epochs 43 s -> 17 s; tuning took 1 min 01 s, paid back when it runs 2.3 times"
+    assert said["epoch"] == "3 epochs 43 s -> 17 s; tuning took 1 min 01 s, paid back after 2.3 trainings"
     assert dict(closing.lines(setting, failed_in(setting), seconds=61.0)) == {}
     assert list(dict(closing.lines(setting, kept_in(setting), seconds=61.0))) == ["best", "epoch"]
+
+
+def test_what_is_learnt_otherwise_is_said_wherever_the_result_is(make_setting: MakeSetting, tmp_path: Path) -> None:
+    setting = make_setting(MINE, allowed=frozenset({"exact", "regrouped", "changed"}))
+    wrapped = next(
+        one for one in setting.space.candidates() if one.arrangement.name == "wrapped" and one.attention == "sdpa"
+    )
+    found = found_in(setting)
+    best = trial(setting, 1, wrapped, 2600.0)
+    found = msgspec.structs.replace(found, winner=wrapped, best=best, results=(found.results[0], best))
+    hazard = "changes what is learnt: documents attend to their neighbours in the row"
+
+    said = [text for topic, text in closing.lines(setting, found, seconds=61.0) if topic == "best"]
+    assert said[1].startswith(hazard)
+    text = report_of(setting, found, tmp_path)
+    below = text.split("## Not the same training\n\n")[1].splitlines()
+    assert below[0].startswith(f"* {hazard}")
+    assert "Still the same training" not in text
+    comments = [line for line in (tmp_path / "tuned.yaml").read_text().splitlines() if "packing_strategy" in line]
+    assert hazard in comments[0]
+    evidence = yaml.safe_load((tmp_path / "profile.yaml").read_text())["evidence"]
+    assert evidence["grade"] == "changed"
+    assert evidence["differences"][0].startswith(hazard)
+
+
+@pytest.mark.parametrize(
+    ("grade", "said"),
+    [
+        ("exact", "2.60x as fast as yours\n"),
+        ("rounded", "2.60x as fast as yours, in lower precision\n"),
+        ("changed", "2.60x as fast as yours, and another training\n"),
+    ],
+)
+def test_the_result_line_says_what_grade_of_result_it_is(grade: str, said: str) -> None:
+    stream = io.StringIO()
+    narrator = Narrator(stream)
+    narrator(
+        RunFinished(
+            outcome="improved",
+            run="run",
+            rate_unit="useful tokens/s",
+            baseline_rate=1000.0,
+            best_rate=2600.0,
+            speedup=2.6,
+            speedup_interval=(2.5, 2.7),
+            trials=2,
+            seconds=5.0,
+            best={},
+            config=None,
+            profile=None,
+            grade=grade,
+        )
+    )
+    assert stream.getvalue().endswith(said)
+
+
+def test_yours_is_kept_for_the_reason_there_is(make_setting: MakeSetting, tmp_path: Path) -> None:
+    setting = make_setting()
+    kept = kept_in(setting)
+    alone = msgspec.structs.replace(kept, results=kept.results[:1])
+    assert "nothing but yours was measured" in closing_of(setting, alone)
+    fast = trial(setting, 1, winner_of(setting), 2600.0)
+    slower = Estimate(0.4, 0.2, 0.7)
+    turns = (trial(setting, 5, setting.space.baseline, 1000.0), trial(setting, 6, winner_of(setting), 400.0))
+    found = msgspec.structs.replace(
+        kept,
+        results=(kept.results[0], fast),
+        contender=fast,
+        contender_ratio=slower,
+        in_turns=turns,
+        confirmed_rounds=5,
+        busy=True,
+    )
+    why = "#1 was faster than yours in the search and 0.40x as fast in turns with it, on a busy machine"
+    assert closing_of(setting, found).startswith(why)
+    text = report_of(setting, found, tmp_path)
+    assert text.startswith(f"# Your settings are kept: {why}")
+    assert [row[1:3] for row in rows_below("Measured in turns", text)] == [["1.00k", "1.00x"], ["400", "0.40x"]]
+    assert "Other processes had the cores in every round." in text
+
+
+def closing_of(setting: Setting, found: Found) -> str:
+    """The line about the best."""
+    return dict(closing.lines(setting, found, seconds=61.0))["best"]
 
 
 def test_an_interrupted_run_says_how_to_go_on_with_it() -> None:

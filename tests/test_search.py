@@ -532,6 +532,19 @@ def test_what_the_budget_leaves_no_time_to_confirm_and_check_is_not_delivered(
     assert "was neither confirmed nor checked to be the same training, so nothing is changed" in why_kept(found)
 
 
+def test_what_was_faster_in_the_search_alone_is_named_and_yours_is_kept(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    rules: list[Rule] = [
+        {"if": {"num_cpu_threads_per_process": 2}, "seconds": 0.5, "when": "speed"},
+        {"if": {"num_cpu_threads_per_process": 2}, "seconds": 1.5, "when": "confirm"},
+    ]
+    found = Run(material, children, tmp_path / "run", rules, space=narrowed(material, "threads")).search()
+    assert found.outcome == "kept"
+    assert found.contender is not None
+    assert why_kept(found).startswith("#1 was faster than yours in the search and 0.67x as fast in turns with it")
+
+
 def test_a_confirmation_ends_with_the_time_it_has(material: Material, children: Children, tmp_path: Path) -> None:
     rules: list[Rule] = [{"if": {"num_cpu_threads_per_process": 2}, "seconds": 0.9}]
     run = Run(material, children, tmp_path / "run", rules, space=narrowed(material, "threads"), budget_seconds=6.0)

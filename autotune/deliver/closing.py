@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autotune.deliver import wording
+from autotune.deliver import grades, wording
 from autotune.events import Topic
 from autotune.search.found import Found, why_kept
 from autotune.search.setting import Setting
@@ -32,6 +32,8 @@ def lines(setting: Setting, found: Found, *, seconds: float) -> Iterator[tuple[T
         how = confirmed if found.confirmed_rounds else "not confirmed, and not checked to be the same training"
         ratio = f"   {_faster(found.speedup)}, {how}" if found.speedup is not None else ""
         yield "best", f"#{best.index}  {best.candidate}{ratio}"
+        for text in grades.differences(setting.space, best.candidate):
+            yield "best", text
     if found.gates:
         yield "same", "   ".join(f"{gate.name}: {gate.detail}" for gate in found.gates[:2])
         for gate in found.gates[2:]:
@@ -53,9 +55,9 @@ def _times(setting: Setting, found: Found, best: TrialResult, baseline: TrialRes
     before = training_seconds(setting, baseline)
     saved = before - after
     if seconds < saved:
-        paid_back = f"paid back after {seconds / saved:.0%} of it"
+        paid_back = f"paid back after {seconds / saved:.0%} of one training"
     elif saved > 0:
-        paid_back = f"paid back when it runs {seconds / saved:.1f} times"
+        paid_back = f"paid back after {seconds / saved:.1f} trainings"
     else:
         paid_back = "not paid back"
     return f"{name} {wording.seconds(before)} -> {wording.seconds(after)}; {tuning}, {paid_back}"

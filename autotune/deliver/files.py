@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from autotune.child import write_whole
+from autotune.deliver import grades
 from autotune.deliver.report import report
 from autotune.job import Job, write_job
 from autotune.plan import recipe
@@ -68,7 +69,7 @@ def write_so_far(setting: Setting, fastest: TrialResult | None, folder: Path) ->
 def tuned_yaml(job: Job, machine: Machine, changes: list[recipe.Change]) -> str:
     """The user's YAML with the speed options changed, each with grade and reason beside it."""
     options: dict[str, Any] = {change.name: change.value for change in changes}
-    reasons = {change.name: f"{change.grade}: {change.reason}" for change in changes}
+    reasons = {change.name: f"{grades.label(change.grade)}: {change.reason}" for change in changes}
     if machine.backend == "cuda" and len(machine.gpus) > 1:
         # `trl` would start a process on every card; what was measured is one process on this one
         options |= {"num_processes": 1, "env": {"CUDA_VISIBLE_DEVICES": machine.gpus[0].uuid}}
@@ -142,6 +143,8 @@ def profile_of(setting: Setting, found: Found, options: dict[str, Any]) -> Profi
             speedup=_figures(speedup.value) if speedup else None,
             speedup_interval=(_figures(speedup.low), _figures(speedup.high)) if speedup else None,
             trials=len(found.results),
+            grade=setting.space.grade(found.winner),
+            differences=tuple(grades.differences(setting.space, found.winner)),
             gates={gate.name: gate.detail if gate.value is None else _figures(gate.value) for gate in found.gates},
         ),
         measured=time.strftime("%Y-%m-%d"),

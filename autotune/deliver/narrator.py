@@ -7,7 +7,7 @@ import shlex
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from autotune.deliver import wording
+from autotune.deliver import grades, wording
 from autotune.deliver.redaction import narrated, without_secrets
 from autotune.events import (
     AnyEvent,
@@ -152,14 +152,15 @@ class Narrator:
             case "failed":
                 self._line("result", "no trial finished")
             case "kept":
-                self._line("result", "yours is kept: nothing beat it beyond the noise")
+                self._line("result", "yours is kept")
             case "interrupted":
                 self._line("result", "interrupted; this is the best so far")
                 self._line("go on", f"trl-autotune {self._method} --resume {shlex.quote(event.run)}")
             case _ if event.speedup is None:
                 self._line("result", "yours did not run here; this does")
             case _:
-                self._line("result", f"{event.speedup:.2f}x as fast as yours")
+                otherwise = f", {grades.RESULTS[event.grade]}" if event.grade in grades.RESULTS else ""
+                self._line("result", f"{event.speedup:.2f}x as fast as yours{otherwise}")
         if event.config is not None:
             self._line("wrote", f"{event.config}      run it: trl {self._method} --config {event.config}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotune import earlier
-from autotune.deliver import wording
+from autotune.deliver import grades, wording
 from autotune.job import INSIDE_MODEL_INIT_KWARGS
 from autotune.plan.recipe import Change
 from autotune.plan.space import Candidate
@@ -26,8 +26,9 @@ def report(setting: Setting, found: Found, changes: list[Change], *, seconds: fl
         _comparison(setting, found),
         _changed(changes),
         _python(setting, changes),
-        _same(found),
+        _same(setting, found),
         _tried(setting, found),
+        _in_turns(setting, found),
         _failed(setting, found),
         _out(setting, found),
         _search(found),
@@ -143,11 +144,13 @@ def _python(setting: Setting, changes: list[Change]) -> str:
     return text if arguments or launcher else ""
 
 
-def _same(found: Found) -> str:
-    if not found.gates:
-        return ""
-    lines = [f"* {gate.name}: {gate.detail}" for gate in found.gates]
-    return "\n".join(["## Still the same training", "", *lines])
+def _same(setting: Setting, found: Found) -> str:
+    told = [
+        *grades.differences(setting.space, found.winner),
+        *(f"{gate.name}: {gate.detail}" for gate in found.gates),
+    ]
+    heading = grades.heading(setting.space.grade(found.winner))
+    return "\n".join([f"## {heading}", "", *(f"* {text}" for text in told)]) if told else ""
 
 
 def _tried(setting: Setting, found: Found) -> str:
@@ -167,6 +170,21 @@ def _tried(setting: Setting, found: Found) -> str:
         outcome += "; the machine was busy" if result.busy else ""
         grade, memory = setting.space.grade(result.candidate), wording.gigabytes(result.peak_bytes)
         rows.append(_cells(result.index, result.label, grade, rate, against, memory, outcome))
+    return "\n".join(rows)
+
+
+def _in_turns(setting: Setting, found: Found) -> str:
+    """What was measured again for the speed-up that is told, also where nothing came of it."""
+    if not found.in_turns:
+        return ""
+    reference = found.in_turns[0]
+    rows = ["## Measured in turns", "", "| setting | useful tokens/s | against yours | outcome |", "|---|---|---|---|"]
+    for result in found.in_turns:
+        rate = wording.rate(result.rate) if result.rate else ""
+        against = f"{result.rate / reference.rate:.2f}x" if result.rate and reference.rate else ""
+        rows.append(_cells(result.label, rate, against, "ok" if result.outcome == "ok" else _outcome(result)))
+    if found.busy:
+        rows += ["", "Other processes had the cores in every round."]
     return "\n".join(rows)
 
 

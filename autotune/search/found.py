@@ -28,6 +28,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     contender_ratio: Estimate | None = None
     busy: bool = False  # other processes had the cores in every round of the confirmation
     gates: tuple[Gate, ...] = ()
+    in_turns: tuple[TrialResult, ...] = ()  # of the confirmation, the reference first
     memory: tuple[TrialResult, ...] = ()  # of the longest rows: the winner, and the baseline where it ran
     session_index: int = 0  # trials from this one on ran in this session, the others before a resume
     ended: str | None = None  # why no further candidate was tried, in words
@@ -39,7 +40,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 def why_kept(found: Found) -> str:
     """What there is to say when the user's own settings are delivered."""
     if all(result.candidate == found.winner for result in found.results):
-        return "nothing but yours was measured: a longer `--budget` tries others"
+        return "nothing but yours was measured: a longer `--budget`, or more `--trials`, tries others"
     if found.contender is not None and found.contender_ratio is not None:
         ratio, name = found.contender_ratio, f"#{found.contender.index}"
         if not ratio.known:
@@ -48,6 +49,11 @@ def why_kept(found: Found) -> str:
             return (
                 f"{name} came out {ratio.value:.2f}x as fast as yours, but was neither confirmed nor checked to be the "
                 "same training, so nothing is changed: go on with a longer `--budget`"
+            )
+        if ratio.value <= 1.0:
+            return (
+                f"{name} was faster than yours in the search and {ratio.value:.2f}x as fast in turns with it"
+                f"{', on a busy machine' if found.busy else ''}: {UNSURE}"
             )
         return (
             f"{name} came out {ratio.value:.2f}x as fast as yours, and {ratio.low:.2f} to {ratio.high:.2f} is too "

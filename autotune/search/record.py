@@ -132,8 +132,11 @@ class Record:
         kept = unchecked or winner is None or winner is baseline or (speedup is not None and speedup.low <= 1.0)
         if outcome is None:
             outcome = "failed" if winner is None else "kept" if kept else "improved"
-        unsure = kept and winner is not None and winner is not baseline and speedup is not None and speedup.value > 1.0
-        contender, contender_ratio = (winner, speedup) if unsure else (None, None)
+        contender, contender_ratio = None, None
+        if kept and winner is not None and winner is not baseline and speedup is not None:
+            before = unconfirmed(baseline, winner) if baseline is not None and winner.rate else speedup
+            if max(speedup.value, before.low) > 1.0:  # faster in turns, or surely so before them
+                contender, contender_ratio = winner, speedup
         if kept:
             winner, speedup = baseline, Estimate(1.0, 1.0, 1.0)
         if self.confirmed is not None:  # rates taken in turns: their ratio is the speed-up that is told
@@ -152,6 +155,7 @@ class Record:
             contender_ratio=contender_ratio,
             busy=self.confirmed.busy if self.confirmed is not None else False,
             gates=self.gates,
+            in_turns=tuple(self.confirmed.results.values()) if self.confirmed is not None else (),
             memory=tuple(self.memory),
             session_index=self._session_index,
             ended=self.ended,

@@ -41,6 +41,8 @@ def reason_to_stop(
         return f"the limit of {setting.trial_limit} trial{'s' if setting.trial_limit > 1 else ''} is reached"
     a_trial = max((result.seconds for result in results[-5:]), default=5.0)
     if setting.seconds_left() < seconds_to_confirm(setting, baseline=baseline, best=best) + a_trial:
+        if best is baseline:
+            return "what is left of the budget is too short to try and confirm anything else"
         return "what is left of the budget goes to the confirmation"
     if _nothing_will_mend(results, left):
         return f"the first {len(results)} trials failed in the same way"
