@@ -43,17 +43,17 @@ def why_kept(found: Found) -> str:
         return "nothing but yours was measured: a longer `--budget`, or more `--trials`, tries others"
     if found.contender is not None and found.contender_ratio is not None:
         ratio, name = found.contender_ratio, f"#{found.contender.index}"
+        if ratio.value <= 1.0:
+            return (
+                f"{name} was faster than yours in the search and {ratio.value:.2f}x as fast in turns with it"
+                f"{', on a busy machine' if found.busy else ''}: {UNSURE}"
+            )
         if not ratio.known:
             return f"whether {name} is faster than yours is not known: {UNSURE}"
         if not found.confirmed_rounds:
             return (
                 f"{name} came out {ratio.value:.2f}x as fast as yours, but was neither confirmed nor checked to be the "
                 "same training, so nothing is changed: go on with a longer `--budget`"
-            )
-        if ratio.value <= 1.0:
-            return (
-                f"{name} was faster than yours in the search and {ratio.value:.2f}x as fast in turns with it"
-                f"{', on a busy machine' if found.busy else ''}: {UNSURE}"
             )
         return (
             f"{name} came out {ratio.value:.2f}x as fast as yours, and {ratio.low:.2f} to {ratio.high:.2f} is too "
