@@ -17,9 +17,9 @@ import yaml
 from autotune.children import Children
 from autotune.errors import AutotuneError
 from autotune.plan.space import Arrangement, Candidate
-from autotune.probe.attention import WORKED, probe_attention
+from autotune.probe.attention import WORKED, _judge, probe_attention
 from autotune.probe.attention_names import CONTAMINATES, FORMS, GENERATION_ONLY, HUB_KERNELS, PACKAGES
-from autotune.probe.attention_trial import LIMITS
+from autotune.probe.attention_trial import LIMITS, Heads
 from autotune.probe.builds import GENERATES, package_refuses
 from autotune.probe.machine import AttentionBackend, Machine, probe_machine
 from autotune.search.gates import Gate, ran_as_asked
@@ -49,6 +49,50 @@ def test_sdpa_and_eager_are_run_forward_and_backward_on_a_cpu(cpu: Machine, chil
         assert found[name].usable
         assert found[name].packing == "dense mask"
         assert found[name].reason.startswith(f"{WORKED}; ")
+
+
+def judged_as_on_a_gpu(request: dict[str, Any], folder: Path) -> list[str]:
+    """The reasons of backends that are not tried, in a child whose torch answers as one on a GPU would."""
+    import torch
+
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "get_arch_list": request["built_for"],
+        "get_device_capability": (7, 5),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    heads = Heads(backend="cuda", precision=request["precision"], attention_heads=2, key_value_heads=2, head_dim=64)
+    return [_judge(name, heads, as_asked=False).reason for name in request["names"]]
+
+
+def test_where_torch_is_not_built_for_the_gpu_nothing_is_tried(children: Children) -> None:
+    request = {
+        "built_for": ["sm_80", "sm_90", "compute_120"],
+        "precision": "fp16",
+        "names": ["sdpa", "eager", "flex_attention", "flash_attention_2", HUB_KERNELS[0]],
+    }
+    reasons = children.call("tests.test_attention_probe:judged_as_on_a_gpu", request, deadline_seconds=60)
+    version = probe_machine().versions["torch"]
+    assert set(reasons) == {
+        f"torch {version} is built for 8.0, 9.0, 12.0+PTX, and compute capability 7.5 runs none of these"
+    }
+
+
+def test_flash_kernels_are_not_tried_in_float32_and_nothing_is_fetched_for_it(children: Children) -> None:
+    request = {"built_for": ["sm_75"], "precision": "float32", "names": [*PACKAGES, *HUB_KERNELS]}
+    reasons = children.call("tests.test_attention_probe:judged_as_on_a_gpu", request, deadline_seconds=60)
+    of_flash, of_generation = reasons[:-1], reasons[-1]
+    assert set(of_flash) == {"flash kernels take bf16 and fp16, and the precision is float32"}
+    assert of_generation == GENERATES
+
+
+def test_a_hub_kernel_that_is_the_jobs_own_by_another_name_is_not_tried(cpu: Machine, children: Children) -> None:
+    found = probed(cpu, children, asked="flash_attention_2")
+    assert found["kernels-community/flash-attn2"].reason == (
+        "it is what `flash_attention_2`, your job's name for it, runs without its package"
+    )
 
 
 def test_its_time_and_its_distance_from_sdpa_are_told_as_figures_and_in_words(cpu: Machine, children: Children) -> None:

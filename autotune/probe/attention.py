@@ -134,10 +134,10 @@ def _judge(name: str, heads: Heads, *, as_asked: bool) -> AttentionBackend:
         refusals.append(lambda: _package_refuses(name, heads.backend, as_asked=as_asked))
     elif name not in NATIVE and not _is_known(name):
         refusals = [lambda: malformed(name), *refusals, lambda: hub_refuses(name, heads.backend)]
-    if heads.backend == "cuda":
-        refusals = [_torch_refuses, *refusals]
     if heads.backend != "cpu" and (name in PACKAGES or repository(name) in FLASH_KERNELS):
-        refusals.append(lambda: precision_refuses(heads.precision))
+        refusals.insert(0, lambda: precision_refuses(heads.precision))
+    if heads.backend == "cuda":
+        refusals.insert(0, _torch_refuses)
     for refusal in refusals:
         reason = refusal()
         if reason is not None:
