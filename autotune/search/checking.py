@@ -16,12 +16,22 @@ SLOWER_START = 1.5  # than the trials before it: another setting has to be read 
 
 
 class Checking:
-    """Runs the trials of one winner's checks. `like` is a result of the winner, from which their time is foretold."""
+    """Runs the trials of one winner's checks. `like` is a result of the winner, from which their time is foretold;
+    `known` the losses that an earlier winner's checks found, by candidate and options, and those of this one's."""
 
-    def __init__(self, setting: Setting, sample: Sample, take_index: Callable[[], int], *, like: TrialResult) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        sample: Sample,
+        take_index: Callable[[], int],
+        *,
+        like: TrialResult,
+        known: dict[tuple[Candidate, str], float],
+    ) -> None:
         self.setting = setting
         self.sample = sample
         self.take_index = take_index
+        self._known = known
         self._start_seconds = SLOWER_START * (like.startup_seconds or 1.0)
         steps = sum(one.steps for one in like.passes)
         self._step_seconds = sum(one.seconds for one in like.passes) / steps if steps else 1.0
@@ -49,5 +59,11 @@ class Checking:
 
     def first_loss(self, candidate: Candidate, *, reason: str, options: Mapping[str, Any] = NO_OPTIONS) -> float | None:
         """The loss of the first optimizer step; None without time for it, or where it did not run."""
-        result = self.run(candidate, 1, reason=reason, options=options)
-        return result.losses[0] if result is not None and result.outcome == "ok" and result.losses else None
+        key = candidate, repr(sorted(options.items()))
+        if key not in self._known:
+            result = self.run(candidate, 1, reason=reason, options=options)
+            loss = result.losses[0] if result is not None and result.outcome == "ok" and result.losses else None
+            if loss is None:
+                return None
+            self._known[key] = loss
+        return self._known[key]

@@ -18,6 +18,7 @@ NO_TIME_TO_CHECK = "the budget is used up before it could be checked"
 def decide(record: Record, sample: Sample) -> None:
     """Leave in the record what was confirmed, the gates of the winner, and its memory trial."""
     gates_failed = 0
+    known: dict[tuple[Candidate, str], float] = {}
     while chosen := finalists(record.setting, record.results, baseline_runs=record.baseline is not None):
         baseline = record.baseline
         reference = record.setting.space.baseline if baseline is not None else chosen[0].candidate
@@ -31,7 +32,7 @@ def decide(record: Record, sample: Sample) -> None:
             continue
         record.confirmed = confirmed if baseline is not None else None
         winner = record.found().winner
-        gates, worst = check(record.setting, winner, confirmed, sample, take_index=record.take_index)
+        gates, worst = check(record.setting, winner, confirmed, sample, take_index=record.take_index, known=known)
         if worst is not None:
             record.memory.append(worst)
         if all(gate.passed for gate in gates):

@@ -61,16 +61,23 @@ def _caution(setting: Setting, candidate: Candidate) -> tuple[int, int]:
 
 
 def check(
-    setting: Setting, winner: Candidate, confirmed: Confirmed, sample: Sample, *, take_index: Callable[[], int]
+    setting: Setting,
+    winner: Candidate,
+    confirmed: Confirmed,
+    sample: Sample,
+    *,
+    take_index: Callable[[], int],
+    known: dict[tuple[Candidate, str], float],
 ) -> tuple[tuple[Gate, ...], TrialResult | None]:
     """All checks of a winner, and its memory trial; none for the baseline itself. Each trial of a check has the number
-    that `take_index` gives. What takes longest, the run from end to end, is left out for one that failed before."""
+    that `take_index` gives; `known` keeps first losses from one winner to the next. What takes longest, the run from
+    end to end, is left out for one that failed before."""
     result = confirmed.results.get(winner)
     base = setting.space.baseline
     if result is None or winner == base:
         return (), None
     reference = confirmed.results.get(base)
-    checking = Checking(setting, sample, take_index, like=result)
+    checking = Checking(setting, sample, take_index, like=result, known=known)
     gates = [ran_as_asked(result, reference, base)]
     gates.append(stays_finite(result, checking, scaled=bool(setting.job.resolved.get("fp16"))))
     if reference is not None:
