@@ -12,9 +12,10 @@ from autotune.errors import AutotuneError
 MOST_BYTES = 4 * 2**20
 
 
-def read_given(path: Path, *, what: str, hint: str, most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a regular file. `what` is such a file in words, `hint` what to give instead.
+def read_given(path: Path, *, named: str, hint: str, absent: str | None = None, most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a regular file.
 
+    `named` is that file in words, `hint` what to give instead, `absent` what to say of one that is not there.
     Raises AutotuneError for one that is not there, cannot be read, is no regular file (a pipe would keep us waiting, a
     device need not end) or holds more than `most_bytes`.
     """
@@ -25,12 +26,12 @@ def read_given(path: Path, *, what: str, hint: str, most_bytes: int = MOST_BYTES
             kind = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(kind):
                 said = os.strerror(errno.EISDIR) if stat.S_ISDIR(kind) else "it is no regular file"
-                raise AutotuneError(f"cannot read {what} `{path}`: {said}", hint=hint)
+                raise AutotuneError(f"cannot read {named}: {said}", hint=hint)
             content = file.read(most_bytes + 1)
+    except FileNotFoundError as error:
+        raise AutotuneError(absent or f"cannot read {named}: {error.strerror}", hint=hint) from None
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
-        raise AutotuneError(
-            f"cannot read {what} `{path}`: {getattr(error, 'strerror', None) or error}", hint=hint
-        ) from None
+        raise AutotuneError(f"cannot read {named}: {getattr(error, 'strerror', None) or error}", hint=hint) from None
     if len(content) > most_bytes:
-        raise AutotuneError(f"{what} `{path}` holds more than {most_bytes / 2**20:.0f} MiB", hint=hint)
+        raise AutotuneError(f"{named} holds more than {most_bytes / 2**20:.0f} MiB", hint=hint)
     return content

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from autotune.errors import AutotuneError
+from autotune.given_file import read_given
 
+GIVE_A_FILE = "give the path of a YAML file after `--config`"
 MOST_VALUES = 100_000  # of one file, aliases written out; a TRL config has some tens
 
 
@@ -31,15 +33,9 @@ def read_config(path: Path, *, name: str) -> Config:
     import yaml  # 15 ms
 
     try:
-        text = path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise AutotuneError(
-            f"there is no config file `{name}`", hint="give the path of a YAML file after `--config`"
-        ) from None
-    except OSError as error:
-        raise AutotuneError(
-            f"cannot read `{name}`: {error.strerror}", hint="give the path of a YAML file after `--config`"
-        ) from None
+        # TRL reads it again, so a pipe would be empty by then
+        content = read_given(path, named=f"`{name}`", absent=f"there is no config file `{name}`", hint=GIVE_A_FILE)
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise AutotuneError(f"`{name}` line {line}: not UTF-8 text", hint="save the file as UTF-8") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -336,6 +337,9 @@ def test_a_file_that_trl_cannot_read_is_refused_with_its_place(read: Read, text:
         (["--config", "a.yaml", "--config", "b.yaml"], "`--config` is given twice", "one file"),
         (["--config", "gone.yaml"], "there is no config file `gone.yaml`", "after `--config`"),
         (["--config", "model"], "cannot read `model`: Is a directory", "after `--config`"),
+        (["--config", "/dev/zero"], "cannot read `/dev/zero`: it is no regular file", "after `--config`"),
+        (["--config", "pipe"], "cannot read `pipe`: it is no regular file", "after `--config`"),
+        (["--config", "large.yaml"], "`large.yaml` holds more than 4 MiB", "after `--config`"),
         (["--config", "latin.yaml"], "`latin.yaml` line 2: not UTF-8 text", "UTF-8"),
     ],
 )
@@ -343,6 +347,8 @@ def test_a_config_file_that_cannot_be_opened_is_refused(
     children: Children, folder: Path, arguments: list[str], what: str, hint: str
 ) -> None:
     (folder / "latin.yaml").write_bytes("a: 1\nb: é\n".encode("latin-1"))
+    (folder / "large.yaml").write_bytes(b"# " + b"x" * 4 * 2**20)
+    os.mkfifo(folder / "pipe")
     with pytest.raises(AutotuneError) as raised:
         read_job("sft", arguments, folder=folder, children=children, accelerator=False, cpu_bf16=True)
     assert what in raised.value.what

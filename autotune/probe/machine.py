@@ -228,7 +228,7 @@ def read_machine(path: Path) -> Machine:
     there, cannot be read, or is wrong."""
     content = read_given(
         path,
-        what="the machine file",
+        named=named(path),
         hint="give the path of a file; `trl-autotune doctor --json > machine.json` makes one on the machine meant",
     )
     return judged(msgspec.structs.replace(machine_from_json(content, file=path), what_if=True))
