@@ -192,5 +192,6 @@ def clean(folder: Path) -> None:
     for sample in folder.glob("*.parquet"):
         sample.unlink(missing_ok=True)
     shutil.rmtree(folder / "cache", ignore_errors=True)
-    for output in folder.glob("trial-*/output"):
-        shutil.rmtree(output, ignore_errors=True)
+    for kind in ("trial", "attempt"):
+        for output in folder.glob(f"{kind}-*/output"):
+            shutil.rmtree(output, ignore_errors=True)

@@ -750,6 +750,49 @@ def test_a_trial_that_is_interrupted_while_it_is_measured_again_is_kept_and_wins
     assert [(one.index, one.busy) for one in run_folder.results(folder)] == [(0, False), (1, True)]
 
 
+class Meter(NamedTuple):
+    """Says what others had."""
+
+    cores: float
+
+    def sample(self) -> None:
+        pass
+
+    def others(self) -> float:
+        return self.cores
+
+
+@pytest.mark.parametrize("calmest", [1, 2])
+def test_the_folder_of_a_trial_holds_the_attempt_that_counts_and_the_other_is_set_aside(
+    calmest: int, material: Material, children: Children, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run = Run(material, children, folder, [], space=narrowed(material, "threads"))
+    cores = itertools.chain([0.0, 0.5, 0.9] if calmest == 1 else [0.0, 0.9, 0.5], itertools.repeat(0.0))
+    run.tuner.setting.load_meter = lambda trial: Meter(next(cores))  # type: ignore[method-assign,assignment,return-value]
+    run.tuner._disturbed = lambda result: result.others_cores > 0  # type: ignore[method-assign]
+    found = run.search()
+    other = folder / f"attempt-0001-{3 - calmest}"
+    assert json.loads((folder / "trial-0001" / "result.json").read_bytes())["others_cores"] == 0.5
+    assert json.loads((other / "result.json").read_bytes())["others_cores"] == 0.9
+    first, second = sorted((folder / "trial-0001", other), key=lambda one: (one / "events.jsonl").stat().st_mtime_ns)
+    assert (first if calmest == 1 else second).name == "trial-0001"
+    assert [one.others_cores for one in found.set_aside] == [0.9]
+    assert [result.index for result in run_folder.results(folder) if result.purpose == "speed"] == [
+        one.index for one in found.results
+    ]
+
+
+def test_no_trial_is_measured_again_where_its_time_belongs_to_the_confirmation(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    run = Run(material, children, tmp_path / "run", [], space=narrowed(material, "threads"), budget_seconds=300.0)
+    run.tuner.setting.seconds_left = lambda: 200.0 if len(run.tuner.record.results) < 1 else 32.0  # type: ignore[method-assign]
+    run.tuner._disturbed = lambda result: True  # type: ignore[method-assign]
+    run.search()
+    assert sum("measuring it again" in text for text in run.notes()) == 1
+
+
 EARLIER_RULES: list[Rule] = [
     {"if": BFD_128, "seconds": 0.8},
     {"if": {"num_cpu_threads_per_process": 2}, "seconds": 0.7},

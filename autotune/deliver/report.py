@@ -242,7 +242,7 @@ def _search(found: Found) -> str:
 
 
 def _time(found: Found, seconds: float) -> str:
-    trials = [one for one in found.results if one.index >= found.session_index]
+    trials = [*(one for one in found.results if one.index >= found.session_index), *found.set_aside]
     session = "all" if found.session_index == 0 else "this session, to which these figures belong"
     inside = sum(result.step_seconds for result in trials)
     starting = sum(result.startup_seconds or 0.0 for result in trials)
@@ -258,4 +258,9 @@ def _time(found: Found, seconds: float) -> str:
         f"* of the search: {inside / search:.0%} inside measured and warm-up steps, {starting / search:.0%} starting "
         f"trials, {rest / search:.0%} elsewhere: reading results, ending trials",
     ]
+    if found.set_aside:
+        count = len(found.set_aside)
+        trials_of_it = "one trial was" if count == 1 else f"{count} trials were"
+        took = wording.seconds(sum(one.seconds for one in found.set_aside))
+        lines.append(f"* {trials_of_it} for other ends or beside others, and counted for nothing else: {took} of it")
     return "\n".join(lines)

@@ -100,6 +100,7 @@ class Drift:
             passes=1,
         )
         self.measured(result)
+        record.set_aside.append(result)
         if result.rate is None:
             return None
         now = estimate_of(result)

@@ -27,6 +27,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     contender: TrialResult | None = None  # the fastest other one, where yours is kept though it was not surely slower
     contender_ratio: Estimate | None = None
     busy: bool = False  # other processes had the cores in every round of the confirmation
+    set_aside: tuple[TrialResult, ...] = ()  # trials whose rate does not count
     gates: tuple[Gate, ...] = ()
     in_turns: tuple[TrialResult, ...] = ()  # of the confirmation, the reference first
     memory: tuple[TrialResult, ...] = ()  # of the longest rows: the winner, and the baseline where it ran

@@ -45,6 +45,7 @@ class Record:
         self.confirmed: Confirmed | None = None
         self.gates: tuple[Gate, ...] = ()
         self.memory: list[TrialResult] = []
+        self.set_aside: list[TrialResult] = []  # trials whose rate does not count, though their time was spent
         self.ruled_out: dict[Candidate, str] = {}
         self.ended: str | None = None
         self.predicted: str | None = None
@@ -154,6 +155,7 @@ class Record:
             contender=contender,
             contender_ratio=contender_ratio,
             busy=self.confirmed.busy if self.confirmed is not None else False,
+            set_aside=tuple(self.set_aside),
             gates=self.gates,
             in_turns=tuple(self.confirmed.results.values()) if self.confirmed is not None else (),
             memory=tuple(self.memory),

@@ -11,6 +11,7 @@ from autotune.events import BestChanged, RunOutcome
 from autotune.plan.cost import CostModel
 from autotune.plan.space import Candidate
 from autotune.search import samples
+from autotune.search.attempts import Attempts
 from autotune.search.cost_fit import describe_errors
 from autotune.search.decision import decide
 from autotune.search.drift import Drift
@@ -23,7 +24,7 @@ from autotune.search.record import Record
 from autotune.search.samples import Sample
 from autotune.search.setting import Setting
 from autotune.search.start import first_candidate, settled
-from autotune.search.stopping import reason_to_stop
+from autotune.search.stopping import reason_to_stop, seconds_to_confirm
 from autotune.trial.result import TrialResult
 
 FEWEST_PASS_STEPS = 4
@@ -153,6 +154,7 @@ class Tuner:
                 topic="trial",
             )
             self.record.next_index -= 1  # it told how long a step is and nothing else
+            self.record.set_aside.append(result)
         for one in self.record.results:
             self._memory_use.tell(one, self._sample)
         if recalled is None:
@@ -185,6 +187,7 @@ class Tuner:
         index = self.record.take_index()
         best, baseline = self.record.best, self.record.baseline
         tries: list[TrialResult] = []
+        attempts = Attempts(setting, index)
         while True:
             try:
                 result = measure(
@@ -199,22 +202,30 @@ class Tuner:
                 )
             except KeyboardInterrupt:
                 if tries:  # what was measured beside others is better than nothing
+                    attempts.take(len(tries))
                     kept = msgspec.structs.replace(tries[-1], busy=True)
                     keep(setting, kept)
                     self._told(kept)
                 raise
             tries.append(result)
-            if not self._disturbed(result) or self._again == 0 or len(tries) > MOST_TRIES:
+            if not self._disturbed(result) or not self._may_repeat(result, len(tries)):
                 calmest = min(tries, key=lambda one: (one.disturbed_by is not None, one.others_cores))
-                if calmest is not result:
-                    keep(setting, calmest)
+                attempts.take(tries.index(calmest) + 1)
+                self.record.set_aside += [one for one in tries if one is not calmest]
                 return calmest
+            attempts.again()
             self._again -= 1
             beside = f"other processes kept {result.others_cores:.1f} of {setting.machine.cpu.cores} cores busy"
             self.record.note(f"{result.disturbed_by or beside} during #{index}: measuring it again", topic="trial")
             if self._again == 0:
                 self.record.note("this machine is busy: from here on figures are taken as they come", topic="trial")
             reason = "again: the machine was busy"
+
+    def _may_repeat(self, result: TrialResult, tries: int) -> bool:
+        """Whether there are repeats left, and the time for one beside the confirmation."""
+        best, baseline = self.record.best, self.record.baseline
+        needed = result.seconds + seconds_to_confirm(self.setting, baseline=baseline, best=best)
+        return self._again > 0 and tries <= MOST_TRIES and self.setting.seconds_left() > needed
 
     def _disturbed(self, result: TrialResult) -> bool:
         ran = result.outcome in ("ok", "pruned", "stopped")
