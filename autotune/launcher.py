@@ -83,7 +83,7 @@ def check_threads(environment: Mapping[str, str], *, place: str = "in the enviro
     if text is None or _number(text) is not None:
         return
     first = first_threads(text)
-    shown = f"`{text}`" if len(text) <= LONGEST_SHOWN else "set"
+    shown = f"`{text}`" if len(text) <= LONGEST_SHOWN else "something long"
     raise AutotuneError(
         f"`{THREADS}` {place} is {shown}, and `accelerate launch`, which starts TRL's trainings, takes a whole number",
         hint=f"set `{THREADS}={first or 1}`, or unset it",
