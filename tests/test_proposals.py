@@ -183,6 +183,27 @@ def test_all_trials_failing_is_no_reason_to_stop_proposing() -> None:
     assert len(tried) == space().size - 1
 
 
+def test_a_choice_that_only_fails_is_left_for_the_end() -> None:
+    """Eager attention is predicted to be fastest, and always fails; what else is there is tried before the third."""
+
+    def by_constants(candidate: Candidate) -> float:
+        return cost(candidate) * (0.7 if candidate.attention == "eager" else 1.0)
+
+    proposals = Proposals(space(), by_constants)
+    proposals.tell(result(0, BASELINE, 1 / cost(BASELINE)))
+    tried = []
+    for index in range(1, 40):
+        proposal = proposals.next()
+        assert proposal is not None
+        candidate = proposal[0]
+        tried.append(candidate)
+        fails = candidate.attention == "eager"
+        proposals.tell(result(index, candidate, 1 / cost(candidate), "error" if fails else "ok"))
+    assert tried[0].attention == "eager"
+    assert sum(one.attention == "eager" for one in tried[:10]) <= 5
+    assert min(space().candidates(), key=lambda one: (one.attention == "eager", cost(one))) in tried[:12]
+
+
 def test_out_of_memory_rules_out_what_needs_at_least_as_much() -> None:
     proposals = Proposals(space(), cost)
     failed = msgspec.structs.replace(BASELINE, arrangement=Arrangement("padded", 4, 2))

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from autotune.plan.checkpointing import keeps_at_least
 from autotune.plan.cost import Terms
 from autotune.plan.memory_room import Room
 from autotune.plan.space import GRADES, Candidate, Space
+from autotune.search import tpe
 from autotune.search.cost_fit import Checked, CostFit, Predicted, expected_gain
 from autotune.search.failures import fail_alike, most_unlike
 from autotune.trial.result import TrialResult
-
-if TYPE_CHECKING:
-    import optuna
 
 MOST_PREDICTED = 6  # arrangements tried on the prediction's constants alone, as long as nothing ran
 # How much more one holds than another that differs on these is not known
@@ -32,7 +29,6 @@ LOOKED_AT = 24  # for these, before a choice is taken to fit nowhere
 NOTHING_TO_GAIN = 0.002  # expected gain below which others decide: the fit may err in what it does not look at
 FAR_BEHIND = 1.4  # times the seconds of the best: so slow is nothing that differs from it in one small thing
 EQUAL = 0.004  # gains that differ by less are equal: the one that changes less comes first
-TPE_ASKS = 40  # repeats that TPE may propose before the best predicted one left is taken
 
 
 class Scored(NamedTuple):
@@ -72,6 +68,8 @@ class Proposals:
         self._open = dict.fromkeys(sorted(self._terms, key=lambda one: (seconds[one], one.differences(base))))
         self._results: dict[Candidate, TrialResult] = {}
         self._ruled_out: dict[Candidate, str] = {}
+        self._seen_to_run: set[tuple[str, Any]] = set()
+        self._failures: Counter[tuple[str, Any]] = Counter()
         self._scored: list[Scored] | None = None  # of the results so far, the most promising first
         self._first = self._best_of_each_arrangement(seconds)
 
@@ -105,6 +103,10 @@ class Proposals:
             self._open.pop(result.candidate, None)
         self._fit.tell(result)
         self._scored = None
+        if result.outcome in ("ok", "pruned"):
+            self._seen_to_run |= _choices(result.candidate)
+        elif result.outcome != "oom":
+            self._failures.update(_choices(result.candidate))
         if result.outcome == "oom":
             for candidate in list(self._open):
                 if needs_as_much_memory(candidate, result.candidate):
@@ -138,7 +140,7 @@ class Proposals:
         near = self._near_the_best(scored)
         if near is not None:
             return near, "one step from the best so far"
-        return self._ask_optuna(scored)
+        return self._ask_tpe(scored)
 
     def _promising(self) -> list[Scored]:
         """The shortlist with what each is expected to gain, the most promising first; of equal gains the safer grade
@@ -152,7 +154,8 @@ class Proposals:
         found = []
         for candidate in self._shortlist():
             predicted = self._fit.predict(candidate)
-            found.append(Scored(candidate, predicted, expected_gain(reached, predicted, spread=spread)))
+            gain = expected_gain(reached, predicted, spread=spread) * self._chance_to_run(candidate)
+            found.append(Scored(candidate, predicted, gain))
         found.sort(
             key=lambda one: (
                 -round(one.gain / EQUAL),
@@ -163,6 +166,11 @@ class Proposals:
         )
         self._scored = found
         return found
+
+    def _chance_to_run(self, candidate: Candidate) -> float:
+        """A guess: half for each failure, memory aside, of each of its choices that has never been seen to run."""
+        doubts = [self._failures[choice] for choice in _choices(candidate) if choice not in self._seen_to_run]
+        return 0.5 ** sum(doubts)
 
     def _shortlist(self) -> list[Candidate]:
         """The best predicted that fit, and of each choice of each axis its best."""
@@ -226,55 +234,23 @@ class Proposals:
         rated = [result for result in self._results.values() if result.outcome == "ok" and result.rate]
         return max(rated, key=lambda result: (not result.busy, result.rate or 0.0), default=None)
 
-    def _ask_optuna(self, scored: list[Scored]) -> tuple[Candidate, str]:
-        import optuna  # 0.4 s
-
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        study = optuna.create_study(
-            direction="maximize",
-            sampler=optuna.samplers.TPESampler(seed=self._seed + len(self._results), n_startup_trials=0),
+    def _ask_tpe(self, scored: list[Scored]) -> tuple[Candidate, str]:
+        candidate = tpe.ask(
+            self._space,
+            self._results.values(),
+            seed=self._seed + len(self._results),
+            may_be_tried=lambda one: one in self._open and self._room_of(one).verdict == "fits",
         )
-        distributions = {
-            axis.name: optuna.distributions.CategoricalDistribution(tuple(range(len(axis.choices))))
-            for axis in self._space.axes
-        }
-        for result in self._results.values():
-            study.add_trial(self._as_optuna(result, distributions))
-        for _ in range(TPE_ASKS):
-            trial = study.ask(distributions)  # type: ignore[arg-type]
-            candidate = msgspec.structs.replace(
-                self._space.baseline,
-                **{axis.name: axis.choices[trial.params[axis.name]].value for axis in self._space.axes},
-            )
-            if candidate in self._open and self._room_of(candidate).verdict == "fits":
-                return candidate, "proposed by TPE"
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        if candidate is not None:
+            return candidate, "proposed by TPE"
         return scored[0].candidate, "best prediction left"
 
-    def _as_optuna(self, result: TrialResult, distributions: Any) -> optuna.trial.FrozenTrial:
-        import optuna
 
-        params = {
-            axis.name: [choice.value for choice in axis.choices].index(getattr(result.candidate, axis.name))
-            for axis in self._space.axes
-        }
-        rate = result.rate if result.outcome == "ok" else result.partial_rate
-        if result.outcome == "oom":  # pruned before its first figure: the worst there is, for TPE
-            return optuna.trial.create_trial(
-                params=params, distributions=distributions, state=optuna.trial.TrialState.PRUNED
-            )
-        if rate is None:  # another failure has no score, and TPE learns nothing from it
-            return optuna.trial.create_trial(
-                params=params, distributions=distributions, state=optuna.trial.TrialState.FAIL
-            )
-        if result.outcome == "pruned":
-            return optuna.trial.create_trial(
-                params=params,
-                distributions=distributions,
-                state=optuna.trial.TrialState.PRUNED,
-                intermediate_values={1: rate},
-            )
-        return optuna.trial.create_trial(params=params, distributions=distributions, value=rate)
+def _choices(candidate: Candidate) -> set[tuple[str, Any]]:
+    """What may be why a candidate fails; of its arrangement the kind, whatever the sizes."""
+    arrangement = candidate.arrangement
+    rest = {(name, getattr(candidate, name)) for name in Candidate.__struct_fields__[1:]}
+    return {("arrangement", (arrangement.name, arrangement.padding_free)), *rest}
 
 
 def _as_terms(predicted: Terms | float) -> Terms:
