@@ -138,9 +138,9 @@ def _python(setting: Setting, changes: list[Change]) -> str:
     for name, value in setting.job.additions.items():
         arguments.setdefault(name, value)
     body = "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
-    text = f"## In Python\n\n```python\nSFTConfig(\n    # your own options, and\n{body})\n```"
-    if "num_cpu_threads_per_process" in launcher:
-        text += f"\n\nand `torch.set_num_threads({launcher['num_cpu_threads_per_process']})` before training."
+    threads = launcher.get("num_cpu_threads_per_process")
+    before = "" if threads is None else f"torch.set_num_threads({threads})  # before training\n\n"
+    text = f"## In Python\n\n```python\n{before}SFTConfig(\n    # your own options, and\n{body})\n```"
     return text if arguments or launcher else ""
 
 

@@ -169,9 +169,11 @@ def data_line(data: Data) -> str:
 def plan_line(space: Space, estimate_seconds: float, budget_seconds: float) -> str:
     """How much there is to try."""
     axes = sum(len(axis.choices) > 1 for axis in space.axes)
+    budget = seconds(budget_seconds)
+    ends = f"about {seconds(estimate_seconds)} (est.), at most the budget of {budget}"
     return (
         f"{space.size} candidate{'' if space.size == 1 else 's'}, {axes} ax{'i' if axes == 1 else 'e'}s; "
-        f"at most {seconds(estimate_seconds)} of the {seconds(budget_seconds)} budget (est.)"
+        f"{ends if estimate_seconds < 0.9 * budget_seconds else f'at most the budget of {budget}'}"
     )
 
 
