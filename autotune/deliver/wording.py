@@ -128,7 +128,7 @@ def kernels_line(machine: Machine) -> str:
     usable = [f"{one.name} ({one.packing})" for one in machine.attention if one.usable]
     out = "; ".join(_out(names, reason) for names, reason in attention_out(machine.attention))
     expected = "expected: " if machine.what_if else ""
-    return expected + "  ".join(usable) + (f"   not {out}" if out else "")
+    return f"{expected}{', '.join(usable)}" + (f"   not usable: {out}" if out else "")
 
 
 def attention_out(backends: Iterable[AttentionBackend]) -> list[tuple[list[str], str]]:
@@ -146,10 +146,8 @@ def attention_out(backends: Iterable[AttentionBackend]) -> list[tuple[list[str],
 
 
 def _out(names: list[str], reason: str) -> str:
-    if len(names) == 1 and reason.startswith(names[0]):
-        return reason
     shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-    return f"{shown}: {reason}"
+    return f"{shown} ({reason.removeprefix(names[0]).strip() if len(names) == 1 else reason})"
 
 
 def data_line(data: Data) -> str:
