@@ -17,6 +17,7 @@ from typing import Any
 from autotune import engine, planning, session
 from autotune.events import AnyEvent, RunStarted, TrialFinished, TrialStarted
 from autotune.search.setting import Setting
+from autotune.trial.load import LoadMeter
 from tests.fake_workers import write_table
 
 RULES: list[dict[str, Any]] = [
@@ -25,6 +26,13 @@ RULES: list[dict[str, Any]] = [
     {"if": {"dataloader_num_workers": 1}, "fail": "error", "where": "a step", "detail": "no workers here"},
 ]
 TRIALS = 5
+
+
+class Alone(LoadMeter):
+    """Nobody else is here: what others do to figures would make each search another."""
+
+    def others(self) -> float:
+        return 0.0
 
 
 def names_of(event: AnyEvent) -> set[str]:
@@ -49,6 +57,7 @@ def main() -> None:
         setting = planning.setting_of(*positional, **named)  # type: ignore[arg-type]
         setting.worker = "tests.fake_workers:trial_by_table"
         setting.trl = Path("trl").resolve()
+        vars(setting)["load_meter"] = lambda trial: Alone(trial.pid)
         return setting
 
     vars(engine)["setting_of"] = of_table

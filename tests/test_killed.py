@@ -123,3 +123,15 @@ def test_a_run_that_is_killed_at_an_event_goes_on_with_nothing_lost(
     gates = yaml.safe_load((run / "profile.yaml").read_text())["evidence"]["gates"]
     assert {"finite", "longest rows", "end to end"} <= gates.keys()
     assert not list(run.glob("*.parquet"))
+
+
+def test_a_run_that_is_killed_leaves_the_fastest_so_far_and_says_that_it_is_not_confirmed(
+    job: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert search(job, run, "start", "trial_started:confirm") == -9, run.with_name("run.said").read_text()
+    text = (run / "tuned.yaml").read_text()
+    assert text.startswith("# The fastest so far (#")
+    assert "neither confirmed nor checked" in text.partition("\n")[0]
+    assert yaml.safe_load(text)["num_cpu_threads_per_process"] == 2
+    assert not (run / "report.md").exists()
