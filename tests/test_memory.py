@@ -366,7 +366,9 @@ def test_memory_that_is_not_known_rules_nothing_out() -> None:
 def test_the_free_memory_of_the_gpu_that_is_used_counts_and_not_the_sum() -> None:
     gpus = (msgspec.structs.replace(parts.gpu(0), free_bytes=20 * GB), parts.gpu(1))
     machine = msgspec.structs.replace(parts.gpu_machine(), gpus=gpus)
-    assert free_bytes_of(machine, None) == 20 * GB
+    assert free_bytes_of(machine, None) == parts.gpu(1).free_bytes  # the first is in use
+    first = msgspec.structs.replace(machine, gpus=gpus[:1])
+    assert free_bytes_of(first, None) == 20 * GB
     assert free_bytes_of(parts.cpu_machine(), 6 * GB) == 6 * GB
     assert free_bytes_of(parts.cpu_machine(), None) == parts.cpu_machine().free_ram_bytes
 

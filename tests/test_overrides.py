@@ -291,7 +291,7 @@ def test_a_profile_tells_what_was_said_and_only_then(names: tuple[str, ...]) -> 
             },
             "evidence": {
                 "rate_unit": "useful tokens/s", "baseline_rate": 1.0, "best_rate": 2.0, "speedup": 2.0,
-                "speedup_interval": None, "trials": 2, "gates": {},
+                "speedup_interval": None, "trials": 2, "gates": {}, "grade": "exact",
             },
             "measured": "2026-11-30",
         },
