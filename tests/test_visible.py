@@ -213,6 +213,27 @@ for gpus in (None, "all", "0"):
     ]
 
 
+def test_children_see_the_free_one_of_two_gpus_that_are_alike_unless_gpus_names_the_other(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
+    code = f"""
+from pathlib import Path
+from autotune.probe import machine, versions
+from autotune.session import Options, children_for
+build = versions.TorchBuild(cuda="13.0")
+machine.probe_torch_build = versions.probe_torch_build = lambda: build
+for gpus in (None, "0"):
+    options = Options(method="sft", arguments=(), folder=Path({str(tmp_path)!r}), gpus=gpus, cold=True)
+    with children_for(options) as (children, _, found):
+        print([gpu.index for gpu in found.gpus], children.environment["CUDA_VISIBLE_DEVICES"])
+"""
+    busy = msgspec.structs.replace(A100, used=20 * GIB)
+    assert laboratory.run(code, FakeMachine((busy, A100))).splitlines() == [
+        f"[1, 0] {uuid_of(1)}",
+        f"[0] {uuid_of(0)}",
+    ]
+
+
 # --gpus
 
 
