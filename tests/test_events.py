@@ -108,6 +108,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
         "config",
         "profile",
         "confirmed",
+        "grade",
     ),
 }
 

@@ -74,7 +74,7 @@ def _sentences(
         yield f"`bfd` packs {lengths.rows / bfd.rows:.1f} documents per row and fills {_percent(bfd.fill)} of it"
     if max_length is not None and lengths.tokens:
         yield _kept_sentence(lengths, max_length)
-    if max_length is not None and kept.dropped_rows:
+    if max_length is not None and kept.dropped_rows and sum(lengths.tokens):
         share = sum(kept.tokens) / sum(lengths.tokens)
         yield f"of padded rows {_percent(share)} of tokens are left, since those without a loss token are dropped whole"
     if padded.useful_tokens and padded.loss_tokens < padded.useful_tokens:
