@@ -236,10 +236,30 @@ def test_without_time_the_spread_is_not_known_and_that_is_said(
     material: Material, children: Children, tmp_path: Path
 ) -> None:
     checks = Checks(material, children, tmp_path / "run", budget_seconds=0.0)
-    (gate,) = checks.parity(checks.other(arrangement=SPLIT), 2.001)
+    exact, gate = checks.parity(checks.other(arrangement=SPLIT), 2.001)
+    assert (exact.name, exact.passed, exact.value) == ("parity", True, None)
+    assert exact.detail.startswith("not judged in float32: no time was left")
     assert (gate.name, gate.passed) == ("rounding", True)
     assert gate.detail.endswith("at most 5e-03: how far yours moves by rounding could not be measured")
     assert checks.trials == 0
+
+
+def test_without_time_the_kernels_of_packed_rows_are_not_judged_and_that_is_said(
+    material: Material, children: Children, tmp_path: Path
+) -> None:
+    checks = Checks(material, children, tmp_path / "run", precision="float32", budget_seconds=0.0)
+    packed = next(one.value for one in checks.setting.space.axis("arrangement").choices if one.value.name == "bfd")
+    (gate,) = checks.parity(checks.other(arrangement=packed, attention="eager"), 3.0)
+    assert (gate.name, gate.passed, gate.value) == ("rounding", True, None)
+    assert gate.detail.startswith("not judged on your own batch: no time was left")
+
+
+def test_a_winner_that_told_no_loss_fails(material: Material, children: Children, tmp_path: Path) -> None:
+    checks = Checks(material, children, tmp_path / "run")
+    winner = checks.other(arrangement=SPLIT)
+    result = checks.result(winner, losses=())
+    (gate,) = parity(winner, result, checks.result(checks.base, 2.0), checks.checking(result))
+    assert (gate.name, gate.passed) == ("parity", False)
 
 
 def test_precision_that_the_user_allowed_may_round_as_it_does(

@@ -49,11 +49,10 @@ def parity(winner: Candidate, result: TrialResult, reference: TrialResult, check
             return []
         alone = msgspec.structs.replace(base, **kernels)
         mine = checking.first_loss(alone, reason="the winner's kernels on your own batch")
-        if mine is None:
-            return []  # the checks of packed documents have used these kernels
+        if mine is None:  # the checks of packed documents have used these kernels
+            detail = "not judged on your own batch: no time was left, or the kernels do not run on it"
+            return [Gate("rounding", True, detail)]
         return [_rounding(winner, mine, theirs, checking)]
-    if not result.losses or not reference.losses:
-        return []
     mine = _first(result)
     if mine is None or theirs is None:
         return [Gate("parity", False, "a loss is not a number")]
@@ -65,7 +64,8 @@ def parity(winner: Candidate, result: TrialResult, reference: TrialResult, check
 
 
 def _in_float32(winner: Candidate, checking: Checking) -> list[Gate]:
-    """The arrangement alone, both sides in float32; none where it is the baseline's, or cannot be judged so here."""
+    """The arrangement alone, both sides in float32; none where it is the baseline's. Where it cannot be judged so, that
+    is said."""
     base = checking.setting.space.baseline
     if winner.arrangement == base.arrangement:
         return []
@@ -73,7 +73,7 @@ def _in_float32(winner: Candidate, checking: Checking) -> list[Gate]:
     rearranged = msgspec.structs.replace(base, arrangement=winner.arrangement)
     mine = _float32_loss(rearranged, checking, reason="the winner's arrangement in float32")
     if mine is None or theirs is None:
-        return []
+        return [Gate("parity", True, "not judged in float32: no time was left, or it does not run so here")]
     apart = abs(mine - theirs)
     return [Gate("parity", apart <= SAME, f"in float32 first-step losses {apart:.1e} apart, at most {SAME:.0e}", apart)]
 
