@@ -11,7 +11,8 @@ import pytest
 from autotune.plan.cost import Terms
 from autotune.plan.space import Arrangement, Candidate
 from autotune.search import matrix
-from autotune.search.cost_fit import CostFit, Predicted, describe_errors, expected_gain
+from autotune.search.cost_fit import CostFit
+from autotune.search.prediction import Predicted, describe_errors, expected_gain
 from autotune.trial.result import TrialResult
 
 ARRANGEMENTS = [

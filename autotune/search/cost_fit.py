@@ -10,15 +10,13 @@ around the last ones a few times (Gauss-Newton). In plain Python: a fit to 30 tr
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
-
-import msgspec
 
 from autotune.plan.cost import THREAD_EXPONENT, Terms
 from autotune.plan.space import Arrangement, Candidate
 from autotune.search.matrix import cholesky, dot, solve, solve_lower
+from autotune.search.prediction import Checked, Predicted
 from autotune.trial.result import TrialResult
 
 # How far each constant may be from the prediction's, as the standard deviation of its logarithm
@@ -41,30 +39,7 @@ DISTURBED = 0.3  # other processes had the cores
 ROUNDS = 4  # of linearisation
 LONGEST_STEP = 2.0  # of a constant's logarithm in one of them
 EXPECTED_ERRORS = 4.0  # errors as large as expected, that the first real ones are weighed against
-FEWEST_TO_TELL = 3  # predictions, before it is said how near they came
 MOST_ERRORS = 4.0  # one error counts as so many of its expected size at most
-
-
-class Predicted(NamedTuple):
-    """Seconds per useful token of a candidate: the logarithm, and its standard deviation."""
-
-    log_seconds: float
-    deviation: float
-
-
-class Checked(msgspec.Struct, frozen=True):
-    """What was predicted of a candidate before it was measured, in useful tokens per second."""
-
-    index: int
-    predicted: float
-    measured: float
-    whole: bool  # measured over a whole pass: the rate of one that was cut short is no more than a hint
-    surprise: float  # the logarithm of measured over predicted, in its standard deviations
-
-    @property
-    def error(self) -> float:
-        """How far off it was, as a share of what was measured."""
-        return abs(self.predicted / self.measured - 1.0)
 
 
 class _Seen(NamedTuple):
@@ -268,31 +243,3 @@ def _rows_alike(one: Arrangement, other: Arrangement) -> float:
 
 def _towards(value: float, wanted: float) -> float:
     return value + max(-LONGEST_STEP, min(LONGEST_STEP, wanted - value))
-
-
-def expected_gain(best: Predicted, other: Predicted, *, spread: float) -> float:
-    """The mean of how much faster `other` turns out to be than the best, as a logarithm, 0 where it is slower: expected
-    improvement (Jones et al. 1998, equation 15), with Student's t of 4 degrees of freedom for the normal distribution,
-    of the same variance: the spread is known from few errors, and a prediction far behind is wrong more often than a
-    normal one would be."""
-    scale = other.deviation * spread / math.sqrt(2.0)
-    ahead = (best.log_seconds - other.log_seconds) / scale
-    wide = 1.0 + ahead * ahead / 4
-    density = 0.375 * wide**-2.5
-    share = ahead / math.sqrt(wide)
-    below = 0.5 + 0.375 * share * (1.0 - share * share / 12)
-    gain: float = scale * ((4.0 + ahead * ahead) / 3 * density + ahead * below)
-    return max(0.0, gain)
-
-
-def describe_errors(checked: Sequence[Checked]) -> str | None:
-    """One line: how near the predictions came; None with too few to tell."""
-    checked = [one for one in checked if one.whole]
-    if len(checked) < FEWEST_TO_TELL:
-        return None
-    median = statistics.median(one.error for one in checked)
-    most = max(checked, key=lambda one: one.error)
-    return (
-        f"each setting's speed was predicted from the trials before it: half of {len(checked)} predictions were within "
-        f"{median:.0%} of what was measured, the worst (#{most.index}) {most.error:.0%} off"
-    )

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import msgspec
 
 from autotune.plan.space import Candidate
-from autotune.search.cost_fit import Checked
 from autotune.search.found import estimate_of
 from autotune.search.measure import keep, measure
+from autotune.search.prediction import Checked
 from autotune.search.record import Record
 from autotune.search.samples import Sample
 from autotune.search.setting import Setting

@@ -14,8 +14,9 @@ from autotune.plan.cost import Terms
 from autotune.plan.memory_room import Room
 from autotune.plan.space import GRADES, Candidate, Space
 from autotune.search import tpe
-from autotune.search.cost_fit import Checked, CostFit, Predicted, expected_gain
+from autotune.search.cost_fit import CostFit
 from autotune.search.failures import fail_alike, most_unlike
+from autotune.search.prediction import Checked, Predicted, expected_gain
 from autotune.trial.result import TrialResult
 
 MOST_PREDICTED = 6  # arrangements tried on the prediction's constants alone, as long as nothing ran

@@ -12,13 +12,13 @@ from autotune.plan.cost import CostModel
 from autotune.plan.space import Candidate
 from autotune.search import samples
 from autotune.search.attempts import Attempts
-from autotune.search.cost_fit import describe_errors
 from autotune.search.decision import decide
 from autotune.search.drift import Drift
 from autotune.search.failures import describe_failure
 from autotune.search.found import Found, estimate_of
 from autotune.search.measure import disturbed, keep, measure
 from autotune.search.memory_use import MemoryUse
+from autotune.search.prediction import describe_errors
 from autotune.search.proposals import Proposals
 from autotune.search.record import Record
 from autotune.search.samples import Sample
