@@ -52,19 +52,20 @@ def make(request: dict[str, Any], folder: Path) -> None:
     into = Path(request["into"])
     rows = demo_text.conversations()
     (into / "conversations.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    tokenizer = _tokenizer([message.content for row in rows for message in row.messages])
+    tokenizer = train_tokenizer([message.content for row in rows for message in row.messages], VOCABULARY)
     _save_tokenizer(tokenizer, into / "model")
     _save_model(tokenizer, into / "model")
 
 
-def _tokenizer(texts: list[str]) -> Tokenizer:
+def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of these texts; with few of them it has fewer entries than `vocabulary`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=[PAD, START, END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

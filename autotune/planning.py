@@ -34,7 +34,7 @@ from autotune.probe.machine import Machine, as_torch_sees, describe
 from autotune.probe.model import ModelShape, probe_model
 from autotune.probe.overrides import asked_precision, precision_to_add
 from autotune.probe.used import used_gpu, used_line
-from autotune.search.confirm import LEAST_SECONDS, LEAST_SHARE
+from autotune.search.confirm import least_seconds
 from autotune.search.end_to_end import command_here
 from autotune.search.setting import Setting
 from autotune.search.start import MOST_OTHERS
@@ -267,8 +267,8 @@ def estimated_seconds(plan: Plan) -> float:
     trials = min(space.size, prepared.trial_limit or space.size)
     if prepared.earlier is not None and not prepared.earlier.changed:
         trials = min(trials, 2 + MOST_OTHERS)
-    confirmation = LEAST_SHARE * prepared.budget_seconds if trials > 1 else 0.0
-    return min(prepared.budget_seconds, a_trial * (trials + 6) + min(LEAST_SECONDS, confirmation))
+    confirmation = least_seconds(prepared.budget_seconds) if trials > 1 else 0.0
+    return min(prepared.budget_seconds, a_trial * (trials + 6) + confirmation)
 
 
 def setting_of(plan: Plan, folder: Path, children: Children, *, emit: Listener, started: float) -> Setting:

@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -30,10 +29,9 @@ from autotune import planning, session
 from autotune.deliver.files import tuned_yaml
 from autotune.events import RunFinished, decode_line
 from autotune.probe.lengths import sample_rows
+from autotune.search.end_to_end import tokens_and_seconds
 from autotune.search.measure import POLL_SECONDS
 from autotune.search.setting import WARM_UP_STEPS
-
-NUMBER = r"['\"]%s['\"]: ['\"]?([0-9.e+]+)"
 
 
 def rate(method: str, config: Path, folder: Path, steps: int) -> tuple[float, float]:
@@ -52,8 +50,10 @@ def rate(method: str, config: Path, folder: Path, steps: int) -> tuple[float, fl
     )
     if done.returncode:
         raise SystemExit(f"trl failed:\n{done.stdout[-2000:]}")
-    seconds = float(re.findall(NUMBER % "train_runtime", done.stdout)[-1])
-    tokens = float(re.findall(NUMBER % "num_tokens", done.stdout)[-1])
+    told = tokens_and_seconds(done.stdout)
+    if told is None:
+        raise SystemExit(f"trl told no rate:\n{done.stdout[-2000:]}")
+    tokens, seconds = told
     return tokens / seconds, seconds
 
 

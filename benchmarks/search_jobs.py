@@ -17,7 +17,7 @@ import msgspec
 from autotune import demo_text
 from autotune.child import write_whole
 from autotune.children import Children
-from autotune.demo_model import CHAT_TEMPLATE, END, PAD, START
+from autotune.demo_model import CHAT_TEMPLATE, END, PAD, train_tokenizer
 
 # GSM8K's test problems (MIT licence, OpenAI 2021), which are no part of this project
 PROBLEMS = Path(__file__).parents[2] / "shared" / "data" / "gsm8k-test.jsonl"
@@ -158,21 +158,14 @@ def _texts(row: dict[str, Any]) -> list[str]:
 
 
 def _tokenizer(texts: list[str], vocabulary: int, into: Path) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[PAD, START, END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([*texts, "user\nassistant\nsystem\n"], trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE, model_max_length=4096
+        tokenizer_object=train_tokenizer(texts, vocabulary),
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=4096,
     )
     fast.save_pretrained(into)
     return fast

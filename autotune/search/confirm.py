@@ -124,7 +124,7 @@ def confirm(
             running = _in_the_race(setting, running)
             calm = rounds - len(_disturbed_rounds(running))
             enough = calm >= FEWEST_ROUNDS or rounds >= 2 * FEWEST_ROUNDS  # a busy machine may stay so
-            if enough and now - began >= least_seconds(setting) and _sure(setting, running):
+            if enough and now - began >= least_seconds(setting.budget_seconds) and _sure(setting, running):
                 break
             if now + (now - round_began) > deadline:
                 break
@@ -151,9 +151,9 @@ def confirm(
     )
 
 
-def least_seconds(setting: Setting) -> float:
+def least_seconds(budget_seconds: float) -> float:
     """How long a confirmation lasts at least."""
-    return min(LEAST_SECONDS, LEAST_SHARE * setting.budget_seconds)
+    return min(LEAST_SECONDS, LEAST_SHARE * budget_seconds)
 
 
 def passes_in_a_turn(reference_seconds: float, arm_seconds: float) -> int:

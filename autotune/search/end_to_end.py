@@ -177,12 +177,17 @@ def _read(child: Child, *, seconds: float) -> Ran:
     return Ran(None, seconds, error[1] if error is not None else last_error(log))
 
 
-def _rate_told(child: Child) -> float | None:
-    """Useful tokens/s by what the command has printed, None until it is through with its steps."""
-    said = _said(child)
+def tokens_and_seconds(said: str) -> tuple[float, float] | None:
+    """What `trl` prints once it is through with its steps: `num_tokens` and `train_runtime`; None before that."""
     runtime = re.findall(NUMBER % "train_runtime", said)
     tokens = re.findall(NUMBER % "num_tokens", said)
-    return float(tokens[-1]) / float(runtime[-1]) if tokens and runtime else None
+    return (float(tokens[-1]), float(runtime[-1])) if tokens and runtime else None
+
+
+def _rate_told(child: Child) -> float | None:
+    """Useful tokens/s by what the command has printed; None until it is through with its steps."""
+    told = tokens_and_seconds(_said(child))
+    return told[0] / told[1] if told is not None else None
 
 
 def _said(child: Child) -> str:

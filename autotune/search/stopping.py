@@ -64,7 +64,7 @@ def seconds_to_confirm(setting: Setting, *, baseline: TrialResult | None, best: 
         warm_up = 2 * a_pass.seconds / a_pass.steps
         turn = a_pass.seconds * passes_in_a_turn(arms[-1].passes[0].seconds, a_pass.seconds)
         seconds += rounds * turn + (arm.startup_seconds or 1.0) + warm_up
-    seconds = max(seconds, least_seconds(setting))
+    seconds = max(seconds, least_seconds(setting.budget_seconds))
     return min(seconds + seconds_to_check(setting, baseline or best), CONFIRM_SHARE * setting.budget_seconds)
 
 
