@@ -383,8 +383,12 @@ def test_real_trainings_peak_where_the_estimate_says(children: Children, tmp_pat
         ("deep", {"gradient_checkpointing": True, "per_device_train_batch_size": 2}),
         ("vocabulary", {"per_device_train_batch_size": 1}),
     ]
-    measured = [memory_side.measure(shape, options, tmp_path, children) for shape, options in cases]
-    # the same training peaks 12 to 19 % higher in some runs than in others: what malloc has kept differs
-    assert [one.estimate_bytes / one.measured_bytes for one in measured] == pytest.approx([1.0] * 3, rel=0.2)
+    # the same training peaks 12 to 19 % higher in some runs than in others, by what malloc keeps of freed memory: what
+    # it needs is the least of three
+    measured = [
+        min((memory_side.measure(*case, tmp_path, children) for _ in range(3)), key=lambda one: one.measured_bytes)
+        for case in cases
+    ]
+    assert [one.estimate_bytes / one.measured_bytes for one in measured] == pytest.approx([1.0] * 3, rel=0.15)
     most, least = (pick(one.measured_bytes for one in measured) for pick in (max, min))
     assert most - least > 400 * MIB
