@@ -538,6 +538,22 @@ def test_the_report_says_why_the_search_ended_and_how_near_its_predictions_came(
     ]
 
 
+def test_a_rate_that_was_brought_to_another_speed_is_called_an_estimate_beside_what_was_measured(
+    make_setting: MakeSetting, tmp_path: Path
+) -> None:
+    setting = make_setting()
+    found = found_in(setting)
+    base = setting.space.baseline
+    results = tuple(msgspec.structs.replace(one, at_speed=0.8) if one.rate else one for one in found.results)
+    rows = rows_below("What was tried", report_of(setting, msgspec.structs.replace(found, results=results), tmp_path))
+    outcomes = {row[0]: row[-1] for row in rows if row[3]}
+    scaled = [one for one in results if one.rate and one.candidate != base]
+    assert scaled
+    for one in scaled:
+        assert f"est.: {wording.rate((one.rate or 0.0) / 0.8)} was measured before" in outcomes[str(one.index)]
+    assert "est." not in outcomes["0"]
+
+
 def test_a_run_without_a_failure_has_no_section_of_them(make_setting: MakeSetting, tmp_path: Path) -> None:
     setting = make_setting()
     kept = kept_in(setting)

@@ -168,6 +168,8 @@ def _tried(setting: Setting, found: Found) -> str:
         against = f"{result.rate / baseline.rate:.2f}x" if result.rate and baseline and baseline.rate else ""
         outcome = "ok" if result.outcome == "ok" else _outcome(result)
         outcome += "; the machine was busy" if result.busy else ""
+        if result.rate and result.at_speed != 1.0 and result.candidate != base:  # yours was measured anew
+            outcome += f"; est.: {wording.rate(result.rate / result.at_speed)} was measured before the machine changed"
         grade, memory = setting.space.grade(result.candidate), wording.gigabytes(result.peak_bytes)
         rows.append(_cells(result.index, result.label, grade, rate, against, memory, outcome))
     return "\n".join(rows)
